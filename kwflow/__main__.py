@@ -1,0 +1,6 @@
+"""``python -m kwflow``: the command line."""
+
+from kwflow.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Axis signatures: what each dimension of a kwarg means, and every cut, join and adjoint that follows from it.
+
+>>> axes(torch.zeros(4, 576), "batch hidden").size("hidden")
+576
+
+A signature is names in order, ``"layer batch prefix hidden"``; ``[batch]`` may be left out. Axes are declared, never
+inferred from a size (DESIGN law 5). Words only: imports torch and kwflow.errors.
+
+``layer``   one entry per layer of the flow           ``batch``  rows
+``seq``     the columns of this call                  ``key``    all columns so far
+``pos``     the selected positions                    ``hidden head kv_head head_dim in out``  sizes of the model
+
+Any other name is free: it is never cut. ``layer batch seq head`` broadcast at size 1; ``key`` and ``hidden`` never do.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kwflow.errors import AxesError, ShapeError
+
+Names = tuple[str, ...]
+
+BROADCAST = frozenset({"layer", "batch", "seq", "head"})
+RESERVED = frozenset({"layer", "batch", "seq", "key", "pos"})
+MODEL_SIZES = frozenset({"hidden", "head", "kv_head", "head_dim", "in", "out"})
+
+_NAME = re.compile(r"[a-z_][a-z0-9_]*")
+
+
+@dataclass(frozen=True, eq=False)
+class Axed:
+    """A tensor with the name of each of its dimensions; made by :func:`axes`."""
+
+    tensor: Tensor
+    axes: Names
+
+    def size(self, axis: str) -> int | None:
+        """The size of ``axis``, or None when the tensor does not have it."""
+        return self.tensor.shape[self.axes.index(axis)] if axis in self.axes else None
+
+    def __repr__(self) -> str:
+        return f"axes({describe(self.tensor)}, {' '.join(self.axes)!r})"
+
+
+def describe(tensor: Tensor) -> str:
+    """``float32(4, 576)``: a tensor in an error message."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
+
+
+def parse(text: str, *, optional: bool = False) -> Names:
+    """Parse ``"batch hidden"``; with ``optional`` the names may stand in brackets, which are kept.
+
+    >>> parse("layer [batch] head", optional=True)
+    ('layer', '[batch]', 'head')
+    """
+    names = tuple(text.split())
+    bare = [name[1:-1] if optional and name[:1] == "[" and name[-1:] == "]" else name for name in names]
+    for name in bare:
+        if not _NAME.fullmatch(name):
+            raise AxesError(
+                f"{name!r} in the axes {text!r} is not an axis name: names are lower-case words, such as 'batch hidden'"
+            )
+    if len(set(bare)) != len(bare):
+        raise AxesError(f"the axes {text!r} name an axis twice; each dimension has a name of its own")
+    return names
+
+
+def axes(tensor: Tensor, names: str) -> Axed:
+    """Declare what the dimensions of ``tensor`` mean.
+
+    >>> axes(torch.zeros(2, 8), "batch hidden")
+    axes(float32(2, 8), 'batch hidden')
+
+    Differentiable: gradients flow to ``tensor``. Raises AxesError when the rank does not fit.
+    """
+    if not isinstance(tensor, Tensor):
+        raise AxesError(f"kf.axes takes a torch.Tensor, got {type(tensor).__name__}")
+    parsed = parse(names)
+    if len(parsed) != tensor.dim():
+        raise AxesError(f"the axes {names!r} name {len(parsed)} dimensions, the tensor {describe(tensor)} has {tensor.dim()}")
+    return Axed(tensor, parsed)
+
+
+class Axes:
+    """The type of a block_fn's own kwarg: ``gain: kf.Axes["layer hidden"]``, or ``kf.Axes["layer hidden | hidden"]``."""
+
+    def __init__(self, *signatures: str):
+        self.signatures = signatures
+
+    def __class_getitem__(cls, text: str) -> Axes:
+        signatures = tuple(part.strip() for part in text.split("|"))
+        for signature in signatures:
+            parse(signature, optional=True)
+        return cls(*signatures)
+
+    def __repr__(self) -> str:
+        return f"kf.Axes[{' | '.join(self.signatures)!r}]"
+
+    def __call__(self) -> None:  # typing.get_type_hints accepts only callables as annotations
+        raise TypeError(f"{self!r} is an annotation, not a function")
+
+
+def expansions(signature: str) -> list[Names]:
+    """Every concrete form of a signature: each name in brackets present or not.
+
+    >>> expansions("[batch] hidden")
+    [('batch', 'hidden'), ('hidden',)]
+    """
+    choices = [
+        ((name[1:-1],), ()) if name.startswith("[") else ((name,),) for name in parse(signature, optional=True)
+    ]
+    return [tuple(itertools.chain(*pick)) for pick in itertools.product(*choices)]
+
+
+def without_layer(signature: str) -> str:
+    """The signature of one layer's part."""
+    return " ".join(name for name in signature.split() if name.strip("[]") != "layer")
+
+
+def bind(value: Tensor | Axed, signatures: Sequence[str], *, what: str, bare: bool = True) -> Axed:
+    """Give a kwarg's tensor the axes it was declared with, or those of the only signature of its rank.
+
+    Raises AxesError: several signatures of that rank, none, or declared axes that the kwarg does not take.
+    """
+    forms = list(dict.fromkeys(form for signature in signatures for form in expansions(signature)))
+    allowed = " | ".join(repr(signature) for signature in signatures)
+    if isinstance(value, Axed):
+        if signatures and value.axes not in forms:
+            raise AxesError(f"{what} was declared {' '.join(value.axes)!r}; it takes {allowed}")
+        return value
+    fit = [form for form in forms if len(form) == value.dim()] if bare else []
+    if len(fit) == 1:
+        return Axed(value, fit[0])
+    how = f"declare its axes: kf.axes(tensor, {' '.join(fit[0] if fit else forms[0])!r})" if forms else "use kf.axes"
+    if not bare or not forms:
+        raise AxesError(f"{what} does not take a tensor without declared axes, got {describe(value)}; {how}")
+    if not fit:
+        raise ShapeError(f"{what} is {describe(value)}, of rank {value.dim()}; it takes {allowed}")
+    several = " or ".join(repr(" ".join(form)) for form in fit)
+    raise AxesError(f"{what} is {describe(value)}, which may mean {several}; {how}")
+
+
+def check_sizes(leaf: Axed, sizes: Mapping[str, int], free: dict[str, int], *, what: str) -> None:
+    """Compare a leaf's sizes with the call's and the model's; ``free`` collects the kwarg's own axes.
+
+    Raises ShapeError, which names the axis, the size given and the size expected.
+    """
+    for axis, size in zip(leaf.axes, leaf.tensor.shape, strict=True):
+        expected = sizes.get(axis)
+        if expected is None:
+            expected = free.setdefault(axis, size)
+        if size == expected or (size == 1 and axis in BROADCAST):
+            continue
+        one = " or 1" if axis in BROADCAST else ""
+        raise ShapeError(
+            f"{what} has {axis} = {size}, expected {expected}{one} "
+            f"(axes {' '.join(leaf.axes)!r}, {describe(leaf.tensor)})"
+        )
+
+
+# ---- cuts and joins, each followed by its adjoint ---------------------------------------------------------------
+
+
+def is_cut(leaf: Axed, axis: str) -> bool:
+    """Whether a cut along ``axis`` changes the leaf: it has the axis, and does not broadcast along it."""
+    size = leaf.size(axis)
+    return size is not None and not (size == 1 and axis in BROADCAST)
+
+
+def part(leaf: Axed, axis: str, start: int, stop: int) -> Axed:
+    """The part for rows, layers or columns ``[start, stop)``; a leaf that broadcasts or lacks the axis is whole."""
+    if not is_cut(leaf, axis):
+        return leaf
+    return Axed(leaf.tensor.narrow(leaf.axes.index(axis), start, stop - start), leaf.axes)
+
+
+def part_adjoint(cotangent: Tensor, whole: Axed, axis: str, start: int, stop: int) -> Tensor:
+    """Carry a part's cotangent back to the shape of the whole: zero outside the cut."""
+    if not is_cut(whole, axis):
+        return cotangent
+    dim, size = whole.axes.index(axis), whole.size(axis)
+    shape = list(cotangent.shape)
+    assert size is not None
+    shape[dim] = size
+    out = cotangent.new_zeros(shape)
+    out.narrow(dim, start, stop - start).copy_(cotangent)
+    return out
+
+
+def pick_layer(leaf: Axed, index: int) -> Axed:
+    """One layer's part, without the ``layer`` axis (``index`` is relative to the flow)."""
+    if "layer" not in leaf.axes:
+        return leaf
+    dim = leaf.axes.index("layer")
+    index = 0 if leaf.tensor.shape[dim] == 1 else index
+    return Axed(leaf.tensor.select(dim, index), leaf.axes[:dim] + leaf.axes[dim + 1 :])
+
+
+def pick_layer_adjoint(cotangent: Tensor, whole: Axed, index: int) -> Tensor:
+    """Carry one layer's cotangent back to the stacked shape."""
+    if "layer" not in whole.axes:
+        return cotangent
+    dim = whole.axes.index("layer")
+    size = whole.tensor.shape[dim]
+    out = cotangent.new_zeros([*cotangent.shape[:dim], size, *cotangent.shape[dim:]])
+    out.select(dim, 0 if size == 1 else index).copy_(cotangent)
+    return out
+
+
+def join(parts: Sequence[Axed], axis: str) -> Axed:
+    """The inverse of cutting: concatenate along ``axis``; parts that were whole are taken once."""
+    first = parts[0]
+    if len(parts) == 1 or axis not in first.axes or all(not is_cut(leaf, axis) for leaf in parts):
+        return first
+    return Axed(torch.cat([leaf.tensor for leaf in parts], first.axes.index(axis)), first.axes)
+
+
+def join_adjoint(cotangent: Tensor, parts: Sequence[Axed], axis: str) -> list[Tensor]:
+    """Cut a joined cotangent into the parts'."""
+    first = parts[0]
+    if len(parts) == 1 or axis not in first.axes or all(not is_cut(leaf, axis) for leaf in parts):
+        return [cotangent, *(torch.zeros_like(leaf.tensor) for leaf in parts[1:])]
+    dim = first.axes.index(axis)
+    return list(cotangent.split([leaf.tensor.shape[dim] for leaf in parts], dim))
+
+
+def expand(leaf: Axed, axis: str, size: int) -> Axed:
+    """Repeat a size-1 axis to ``size`` (a view); anything else is returned as it is."""
+    if axis not in leaf.axes or is_cut(leaf, axis):
+        return leaf
+    dim = leaf.axes.index(axis)
+    return Axed(leaf.tensor.expand(*leaf.tensor.shape[:dim], size, *leaf.tensor.shape[dim + 1 :]), leaf.axes)
+
+
+def expand_adjoint(cotangent: Tensor, whole: Axed, axis: str) -> Tensor:
+    """A size-1 axis gets a size-1 gradient: the sum."""
+    if axis not in whole.axes or is_cut(whole, axis):
+        return cotangent
+    return cotangent.sum(whole.axes.index(axis), keepdim=True)
+
+
+def repeat_rows(leaf: Axed, repeats: int) -> Axed:
+    """What beams and ``num_return_sequences`` do to a kwarg: each row ``repeats`` times, on ``batch`` only."""
+    if repeats == 1 or not is_cut(leaf, "batch"):
+        return leaf
+    return Axed(leaf.tensor.repeat_interleave(repeats, leaf.axes.index("batch")), leaf.axes)
+
+
+def repeat_rows_adjoint(cotangent: Tensor, whole: Axed, repeats: int) -> Tensor:
+    """The sum over each row's copies."""
+    if repeats == 1 or not is_cut(whole, "batch"):
+        return cotangent
+    return cotangent.unflatten(whole.axes.index("batch"), (-1, repeats)).sum(whole.axes.index("batch") + 1)
+
+
+def index_rows(leaf: Axed, rows: Tensor) -> Axed:
+    """Rows in another order, with repeats: what a beam reorder does to a kwarg."""
+    if not is_cut(leaf, "batch"):
+        return leaf
+    return Axed(leaf.tensor.index_select(leaf.axes.index("batch"), rows), leaf.axes)
+
+
+def index_rows_adjoint(cotangent: Tensor, whole: Axed, rows: Tensor) -> Tensor:
+    """Add each row's cotangent where the row came from."""
+    if not is_cut(whole, "batch"):
+        return cotangent
+    out = cotangent.new_zeros(whole.tensor.shape)
+    return out.index_add(whole.axes.index("batch"), rows, cotangent)
+
+
+def join_steps(steps: Sequence[Axed], lengths: Sequence[int]) -> Axed | None:
+    """One kwarg for several steps run as one: None when they cannot be.
+
+    ``seq`` is concatenated, after a size-1 one is expanded to its step's length; ``key`` grows, so the last step's
+    stands for all; without either, only identical values join.
+    """
+    first, last = steps[0], steps[-1]
+    if any(leaf.axes != first.axes for leaf in steps):
+        return None
+    if len(steps) == 1 or "key" in first.axes:
+        return last if "seq" not in first.axes or len(steps) == 1 else None
+    if "seq" in first.axes:
+        dim = first.axes.index("seq")
+        others = {leaf.tensor.shape[:dim] + leaf.tensor.shape[dim + 1 :] for leaf in steps}
+        if len(others) > 1:
+            return None
+        wide = [expand(leaf, "seq", length) for leaf, length in zip(steps, lengths, strict=True)]
+        return Axed(torch.cat([leaf.tensor for leaf in wide], dim), first.axes)
+    same = all(leaf.tensor.dtype == first.tensor.dtype and torch.equal(leaf.tensor, first.tensor) for leaf in steps)
+    return first if same else None
+
+
+def spread(leaf: Axed, order: Names) -> Tensor:
+    """View a leaf as a tensor over ``order``: axes it lacks have size 1, so that it broadcasts.
+
+    >>> spread(axes(torch.zeros(2, 8), "batch hidden"), ("batch", "seq", "hidden")).shape
+    torch.Size([2, 1, 8])
+    """
+    present = [axis for axis in order if axis in leaf.axes]
+    tensor = leaf.tensor.permute([leaf.axes.index(axis) for axis in present])
+    for dim, axis in enumerate(order):
+        if axis not in leaf.axes:
+            tensor = tensor.unsqueeze(dim)
+    return tensor

@@ -1,0 +1,284 @@
+"""Blocks as pure functions ``block_fn(params, hidden, **kwargs) -> hidden``, and spans of them.
+
+A block is a Hugging Face decoder layer, called as it is: attention is not written again. What a layer needs besides
+``hidden`` (causal mask, rotary cos/sin, ALiBi) is computed once per call for a whole span by a pure ``prepare``. No
+transformers here: ``kwflow.models`` builds the SpanSpecs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from kwflow import tree as trees
+from kwflow.axes import Axed, Axes
+from kwflow.edits import add_prompts, add_steer, token_positions
+from kwflow.errors import AxesError, BlockError, KwargError, KwflowError, UnknownKwarg
+from kwflow.kv import KV, StepCache
+from kwflow.kwargs import SCALARS, Bound, PerLayer, Schema, Spec, bind_kwargs
+
+Params = Mapping[str, Tensor]
+
+
+class BlockFn(Protocol):
+    """The one contract: pure, the same locally and remotely."""
+
+    def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor: ...
+
+
+class Prepare(Protocol):
+    """What a span's layers need besides hidden, from this call's mask, positions and past length."""
+
+    def __call__(
+        self, hidden: Tensor, *, attention_mask: Tensor | None, position_ids: Tensor | None, past: int
+    ) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """What holds for one call of a span: the layers' arguments, token positions, keys and values."""
+
+    layer_args: Mapping[str, Any]
+    token_position: Tensor | None
+    cache: StepCache | None
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One decoder layer as a pure function; ``module`` gives the structure, ``params`` are its own tensors."""
+
+    layer: int
+    module: nn.Module
+    params: Params
+    prepare: Prepare
+    schema: Schema
+    cache_name: str
+    custom: Callable[..., Tensor] | None = None
+
+    def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
+        """Run the block by hand; kwargs are one layer's part (no ``layer`` axis), ``steer`` may be a bare vector."""
+        span = (self.layer, self.layer + 1)
+        own = {}
+        for name, value in kwargs.items():
+            spec = self.schema.kwargs.get(name)
+            own[name] = PerLayer({self.layer: value}, None) if spec and spec.group == "layers" else value
+        sizes = {"batch": hidden.shape[0], "seq": hidden.shape[1], "key": hidden.shape[1]}
+        return run([self], [params], hidden, bind_kwargs([(span, self.schema)], span, own, sizes))
+
+    def __repr__(self) -> str:
+        return f"<block_fn of layer {self.layer}: {type(self.module).__name__}, takes {', '.join(self.schema.kwargs)}>"
+
+    def apply(self, params: Params, hidden: Tensor, call: Call, kwargs: Mapping[str, Any]) -> Tensor:
+        """Run the block within a prepared call."""
+        if self.custom is None:
+            return self._normal(params, hidden, call, kwargs)
+        own = own_kwargs(self.custom)[0]
+        given = {name: _bare(value) if name in own else value for name, value in kwargs.items()}
+        return self.custom(params, hidden, block=BoundBlock(self, call), **given)
+
+    def _normal(self, params: Params, hidden: Tensor, call: Call, kwargs: Mapping[str, Any]) -> Tensor:
+        prompts, steer = kwargs.get("prompts"), kwargs.get("steer")
+        if prompts is not None:
+            if call.token_position is None:
+                raise KwargError("prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one")
+            hidden = add_prompts(hidden, prompts, call.token_position)
+        args = dict(call.layer_args) if call.cache is None else {**call.layer_args, self.cache_name: call.cache}
+        if params is self.params:
+            out = self.module(hidden, **args)
+        else:
+            out = torch.func.functional_call(self.module, dict(params), (hidden,), args, strict=True)
+        out = out[0] if isinstance(out, tuple) else out
+        return out if steer is None else add_steer(out, steer)
+
+
+@dataclass(frozen=True)
+class BoundBlock:
+    """The normal block as a worker's own block_fn gets it: masks, positions and keys/values are inside."""
+
+    _block: Block
+    _call: Call
+
+    @property
+    def layer(self) -> int:
+        """The layer's absolute number."""
+        return self._block.layer
+
+    def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
+        unknown = set(kwargs) - {"prompts", "steer"}
+        if unknown:
+            raise UnknownKwarg(f"the normal block takes prompts and steer, got {', '.join(sorted(unknown))}")
+        declared = {"prompts": ("batch", "prefix", "hidden"), "steer": ("hidden",)}
+        given = {k: v if isinstance(v, Axed) else Axed(v, declared[k]) for k, v in kwargs.items() if v is not None}
+        return self._block._normal(params, hidden, self._call, given)
+
+
+@dataclass(frozen=True, eq=False)
+class SpanSpec:
+    """Blocks ``[start, stop)`` ready to run, what they take, and what they are (for ``hello``)."""
+
+    start: int
+    stop: int
+    blocks: tuple[Block, ...]
+    schema: Schema
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def params(self) -> list[Params]:
+        return [block.params for block in self.blocks]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(t.dtype for t in self.blocks[0].params.values() if t.is_floating_point())
+
+    def part(self, start: int, stop: int) -> tuple[Block, ...]:
+        return self.blocks[start - self.start : stop - self.start]
+
+
+def run(
+    blocks: Sequence[Block],
+    params: Sequence[Params],
+    hidden: Tensor,
+    bound: Bound,
+    *,
+    past: int = 0,
+    attention_mask: Tensor | None = None,
+    kv: KV | None = None,
+) -> Tensor:
+    """Run consecutive blocks on ``hidden`` (batch, seq, hidden): prepare once, then one block after the other.
+
+    In a session ``past`` columns stand before these, ``attention_mask`` covers them all, and ``kv`` holds their keys.
+    """
+    given = bound.group("call")
+    mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
+    mask = attention_mask if mask is None else mask
+    prepared = blocks[0].prepare(hidden, attention_mask=mask, position_ids=positions, past=past)
+    where = token_positions(mask, past, hidden.shape[1], hidden.device)
+    call = Call(prepared, where, None if kv is None else StepCache(kv, past))
+    for block, own in zip(blocks, params, strict=True):
+        kwargs = bound.for_layer(block.layer)
+        try:
+            out = block.apply(own, hidden, call, kwargs)
+        except KwflowError:
+            raise
+        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            who = "block" if block.custom is None else f"block_fn {block.custom.__name__!r}"
+            raise BlockError(
+                f"{who} of layer {block.layer} raised {type(error).__name__}: {error} "
+                f"(hidden {tuple(hidden.shape)}; {bound.describe() or 'no kwargs'})"
+            ) from error
+        if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
+            got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise BlockError(
+                f"the block_fn of layer {block.layer} returned {got} for a hidden of {hidden.dtype} {tuple(hidden.shape)}; "
+                f"a block returns what it got"
+            )
+        hidden = out
+    return hidden
+
+
+def chain(blocks: Sequence[Block]) -> Callable[..., Tensor]:
+    """Join blocks into ``fn(params, hidden, **kwargs)``: ``params`` a list, kwargs as a flow takes them.
+
+    What a worker computes for its span, so ``flow(hidden, **kw)`` equals ``chain(fns)(params, hidden, **kw)``.
+    """
+    span = (blocks[0].layer, blocks[-1].layer + 1)
+
+    def chained(params: Sequence[Params], hidden: Tensor, /, **kwargs: Any) -> Tensor:
+        sizes = {"batch": hidden.shape[0], "seq": hidden.shape[1], "key": hidden.shape[1]}
+        schemas = [((block.layer, block.layer + 1), block.schema) for block in blocks]
+        return run(blocks, params, hidden, bind_kwargs(schemas, span, kwargs, sizes))
+
+    return chained
+
+
+def _bare(value: Any) -> Any:
+    """A kwarg's tree with plain tensors."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    return value.tensor if isinstance(value, Axed) else trees.map_leaves(lambda leaf: leaf.tensor, value)
+
+
+# ---- a worker's own block_fn -------------------------------------------------------------------------------------
+
+
+def own_kwargs(fn: Callable[..., Tensor]) -> tuple[dict[str, Spec], bool]:
+    """The kwargs that a worker's own block_fn declares, and whether ``**kw`` lets the built-in ones through.
+
+    ``fn(params, hidden, /, *, block, gain: kf.Axes["layer hidden"], **kw)``. Checked when a worker starts: raises
+    KwargError or AxesError.
+    """
+    name = getattr(fn, "__name__", repr(fn))
+    form = f"def {name}(params, hidden, /, *, block, gain: kf.Axes['layer hidden'], **kw)"
+    parameters = list(inspect.signature(fn, eval_str=True).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(positional) != 2 or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise KwargError(f"a block_fn takes params and hidden, and the rest by keyword only: {form}")
+    keyword = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if "block" not in keyword:
+        raise KwargError(f"block_fn {name!r} must take `block`, the normal block: {form}")
+    specs = {}
+    for key, parameter in keyword.items():
+        if key == "block":
+            continue
+        if key in ("attention_mask", "position_ids"):
+            raise KwargError(f"block_fn {name!r} declares {key!r}, which is inside `block` already")
+        required, kind = parameter.default is parameter.empty, parameter.annotation
+        if isinstance(kind, Axes):
+            forms = tuple((signature, ("float", "int", "bool")) for signature in kind.signatures)
+            specs[key] = Spec(forms=forms, required=required)
+        elif isinstance(kind, type) and kind.__name__ in SCALARS:
+            specs[key] = Spec(scalars=(kind.__name__,), required=required)
+        elif kind in (dict, list, tuple):
+            specs[key] = Spec(tree=True, required=required)
+        else:
+            raise AxesError(
+                f"kwarg {key!r} of block_fn {name!r} is not typed: annotate it with kf.Axes['layer hidden'], "
+                f"with float, int, bool or str, or with dict or list for a tree declared by the caller"
+            )
+    return specs, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def with_block_fn(span: SpanSpec, fn: Callable[..., Tensor], identity: str) -> SpanSpec:
+    """The span with a worker's own ``fn`` around every block; its kwargs join the schema."""
+    specs, through = own_kwargs(fn)
+    builtin = {name: spec for name, spec in span.schema.kwargs.items() if through or spec.group == "call"}
+    schema = replace(span.schema, kwargs={**builtin, **specs})
+    blocks = tuple(replace(block, custom=fn, schema=schema) for block in span.blocks)
+    return replace(span, blocks=blocks, schema=schema, identity={**span.identity, "block_fn": identity})
+
+
+# ---- precision ---------------------------------------------------------------------------------------------------
+
+
+class LiftFloat32(TorchFunctionMode):
+    """Keep float64 where a layer casts to float32 (RMSNorm, softmax), so that a float64 run is one throughout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else kwargs.get("input")
+        if isinstance(first, Tensor) and first.dtype is torch.float64:
+            if func is Tensor.float:
+                return first
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return func(*args, **kwargs)
+
+
+def upcast(params: Sequence[Params], dtype: torch.dtype) -> list[Params]:
+    """Copies of the params in another precision; what is not floating point stays."""
+    return [{k: t.to(dtype) if t.is_floating_point() else t for k, t in own.items()} for own in params]
+
+
+def precision(dtype: torch.dtype) -> Any:
+    """The context that a run in ``dtype`` needs."""
+    return LiftFloat32() if dtype is torch.float64 else nullcontext()

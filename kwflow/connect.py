@@ -1,0 +1,174 @@
+"""Puts a Flow together: the client's part of a model, workers in this process or on a swarm, links and routes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
+
+import torch
+
+from kwflow import link
+from kwflow.errors import KwargError, ModelError, NoRoute, WorkerFailed
+from kwflow.flow import Flow, Hop
+from kwflow.kwargs import Schema
+from kwflow.swarm.routing import Serves, plan
+from kwflow.swarm.worker import Served
+from kwflow.wire import Message
+
+BAN_SECONDS = 5.0  # doubled at each failure in a row
+
+
+class KnownPeers:
+    """Workers by a view that someone refreshes; what they said in hello; who failed lately. See ``flow.Peers``."""
+
+    def __init__(
+        self,
+        transport: link.Transport,
+        view: Callable[[], Sequence[Serves]],
+        *,
+        checkpoint: str = "",
+        stop: Callable[[], Awaitable[None]] | None = None,
+    ):
+        self.pool = link.Pool(transport)
+        self.checkpoint = checkpoint
+        self.last_failure: WorkerFailed | None = None
+        self._view, self._stop = view, stop
+        self._hellos: dict[str, dict[str, Any]] = {}
+        self._banned: dict[str, tuple[float, int]] = {}  # peer -> until when, failures in a row
+
+    async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
+        """Hops that cover ``[start, stop)``; a worker that does not answer hello is left out."""
+        while True:
+            now = time.monotonic()
+            banned = {peer for peer, (until, _) in self._banned.items() if until > now}
+            try:
+                hops = plan(self._view(), start, stop, blocked={*blocked, *banned})
+            except NoRoute as error:
+                raise error from self.last_failure
+            try:
+                return [Hop(peer, a, b, await self._hello(peer)) for peer, a, b in hops]
+            except WorkerFailed as error:
+                self.failed(error)
+
+    async def _hello(self, peer: str) -> dict[str, Any]:
+        if peer not in self._hellos:
+            reply = await self.pool(peer, Message({"op": "hello"}))
+            hello = reply.meta.get("hello")
+            if not isinstance(hello, dict):
+                raise WorkerFailed("answered hello with something else", peer=peer)
+            theirs = hello.get("fingerprint", {}).get("checkpoint", "")
+            if self.checkpoint and theirs != self.checkpoint:
+                raise ModelError(
+                    f"worker {peer[-8:]} serves other weights: its checkpoint is {theirs[:16]}, "
+                    f"this client's is {self.checkpoint[:16]}; both must come from the same files"
+                )
+            hello["schema"] = Schema.from_json(hello["schema"])
+            self._hellos[peer] = hello
+            self._banned.pop(peer, None)
+        return self._hellos[peer]
+
+    def failed(self, error: WorkerFailed) -> None:
+        """Keep a worker that failed out of the next routes for a while."""
+        self.last_failure = error
+        if error.peer:
+            self._hellos.pop(error.peer, None)
+            failures = self._banned.get(error.peer, (0.0, 0))[1] + 1
+            self._banned[error.peer] = (time.monotonic() + BAN_SECONDS * 2 ** (failures - 1), failures)
+
+    def close(self) -> None:
+        link.run(self._aclose(), 10.0)
+
+    async def _aclose(self) -> None:
+        await self.pool.aclose()
+        if self._stop is not None:
+            stop, self._stop = self._stop, None
+            await stop()
+
+
+class _Here:
+    """A worker in this process, as routing sees it."""
+
+    def __init__(self, peer: str, served: Served):
+        self.peer, self.start, self.stop = peer, served.spec.start, served.spec.stop
+
+
+def in_process(served: Sequence[Served], *, checkpoint: str = "") -> KnownPeers:
+    """Peers for workers of this process, through the same bytes as the network."""
+    names = [f"in-process-{one.spec.start}:{one.spec.stop}-{i}" for i, one in enumerate(served)]
+    view = [_Here(name, one) for name, one in zip(names, served, strict=True)]
+    transport = link.InProcess({name: one.accept for name, one in zip(names, served, strict=True)})
+
+    async def stop() -> None:
+        for one in served:
+            one.close()
+
+    return KnownPeers(transport, lambda: view, checkpoint=checkpoint, stop=stop)
+
+
+def connect(
+    model: str | os.PathLike[str],
+    peers: Sequence[str] | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    block_fn: Callable[..., torch.Tensor] | None = None,
+    timeout: float = 30.0,
+) -> Flow:
+    """Connect to the workers of a model: a Flow over all its layers.
+
+        flow = kf.connect(swarm.model, peers=swarm.peers)
+        flow = kf.connect("smollm2-135m")                   # no peers: the same Flow in this process
+
+    ``peers``: multiaddresses of some members of the swarm. ``block_fn``: in this process only. ``timeout``: seconds
+    to join the swarm. Raises ModelError, NoRoute, WorkerFailed.
+    """
+    from kwflow.models.auto import ModelEnds
+    from kwflow.models.checkpoint import Checkpoint
+
+    ends = ModelEnds(model, dtype)
+    if peers is None:
+        from kwflow.models.families import load_span
+
+        spec = load_span(model, dtype=dtype)
+        if block_fn is not None:
+            from kwflow.blocks import with_block_fn
+
+            spec = with_block_fn(spec, block_fn, getattr(block_fn, "__name__", repr(block_fn)))
+        known = in_process([Served(spec, model=ends.name)])
+    else:
+        if block_fn is not None:
+            raise KwargError("block_fn runs on the workers: start them with it (kf.local_swarm(…, block_fn=fn))")
+        if isinstance(peers, str):
+            peers = [peers]
+        checkpoint = Checkpoint(ends.folder).checkpoint_id()
+        known = link.run(_join(ends.name, ends.layers, list(peers), checkpoint, timeout), timeout + 5.0)
+    flow = Flow(ends, known, (0, ends.layers))
+    weakref.finalize(known.pool, _forget, known._stop) if peers is not None else None
+    return flow
+
+
+async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeout: float) -> KnownPeers:
+    from kwflow.swarm.directory import Directory
+    from kwflow.swarm.hivemind import Node
+
+    async with asyncio.timeout(timeout):
+        node = await Node.start(initial_peers=peers, client=True, own_session=True)
+        try:
+            directory = Directory(node, name, layers)
+            await directory.start()
+        except BaseException:
+            await node.stop()
+            raise
+
+    async def stop() -> None:
+        await directory.stop()
+        await node.stop()
+
+    return KnownPeers(node, directory.view, checkpoint=checkpoint, stop=stop)
+
+
+def _forget(stop: Callable[[], Awaitable[None]] | None) -> None:
+    return None

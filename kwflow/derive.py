@@ -1,0 +1,163 @@
+"""Derivatives through a remote function: one autograd.Function whose own derivatives apply it again.
+
+``remote_call`` is the unit. The Function's non-tensor argument holds a list of operations, ``[]`` for the value, then one entry per
+transform: ``{"vjp": inputs, "given": outputs}``, ``{"jvp": inputs}``, ``{"vmap": dims}``. Each rule of the Function
+(backward, jvp, vmap) applies it with one more entry, so autograd composes workers and any order works. ``evaluate``
+is the worker's side: it folds the same list around the pure function. Imports neither network nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kwflow.errors import KwargError
+
+Operation = dict[str, Any]
+Operations = tuple[Operation, ...]
+# Runs operations elsewhere; None marks an input that the outputs do not depend on.
+Perform = Callable[[Operations, Sequence[Tensor]], Sequence[Tensor | None]]
+
+
+def remote_call(perform: Perform, tensors: Sequence[Tensor]) -> Tensor:
+    """The value of a remote function of ``tensors``, differentiable in any order and mode that the worker has."""
+    (out,) = _apply(perform, (), tensors)
+    assert out is not None
+    return out
+
+
+class _Work:
+    """What to do and, after forward, which outputs exist. Opaque, so that torch.func does not take it apart."""
+
+    def __init__(self, perform: Perform, operations: Operations, present: list[int] | None = None):
+        self.perform, self.operations = perform, operations
+        self.present: list[int] = [] if present is None else present
+
+    def then(self, operation: Operation) -> _Work:
+        """One more derivative, of the outputs that exist."""
+        operations = self.operations
+        if operations and "vjp" in operations[-1]:
+            wanted = [operations[-1]["vjp"][i] for i in self.present]
+            operations = (*operations[:-1], {**operations[-1], "vjp": wanted})
+        return _Work(self.perform, (*operations, operation))
+
+
+def _apply(perform: Perform, operations: Operations, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    """Apply the Function; what has no path comes back as None (autograd knows no None among outputs)."""
+    work = _Work(perform, operations)
+    outputs = _Remote.apply(work, *tensors)
+    count = len(operations[-1]["vjp"]) if operations and "vjp" in operations[-1] else len(outputs)
+    found = dict(zip(work.present, outputs, strict=False))
+    return [found.get(i) for i in range(count)]
+
+
+class _Remote(torch.autograd.Function):
+    @staticmethod
+    def forward(work: _Work, *tensors: Tensor) -> tuple[Tensor, ...]:
+        results = work.perform(work.operations, tensors)
+        work.present[:] = [i for i, result in enumerate(results) if result is not None]
+        # a Function returns at least one tensor
+        return tuple(r for r in results if r is not None) or (tensors[0].new_zeros(()),)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.work, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        tensors = ctx.saved_tensors
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need and tensors[i].is_floating_point()]
+        given = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+        grads: list[Tensor | None] = [None] * len(tensors)
+        if wanted and given and ctx.work.present:
+            work = ctx.work.then({"vjp": wanted, "given": given})
+            inputs = [*tensors, *(c for c in cotangents if c is not None)]
+            for i, grad in zip(wanted, _apply(work.perform, work.operations, inputs), strict=True):
+                grads[i] = grad
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, _work: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+        inputs = [*ctx.saved_tensors, *(t for t in tangents if t is not None)]
+        return tuple(_Remote.apply(ctx.work.then({"jvp": moving}), *inputs))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, work: _Work, *tensors: Tensor) -> Any:
+        outputs = _Remote.apply(_Work(work.perform, (*work.operations, {"vmap": list(in_dims[1:])}), work.present), *tensors)
+        return outputs, (0,) * len(outputs)
+
+
+# ---- the worker's side -------------------------------------------------------------------------------------------
+
+
+def is_first_order(operations: Sequence[Operation]) -> bool:
+    """The value or one vjp: what plain reverse mode computes, with the fused attention kernels."""
+    return not operations or (len(operations) == 1 and "vjp" in operations[0])
+
+
+def evaluate(
+    fn: Callable[..., Tensor], operations: Sequence[Operation], tensors: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Fold operations around ``fn`` and call it: what :class:`_Remote` asks a worker for.
+
+    First order goes through ``autograd.grad``, which tells "no path" (None) from zero; the rest through torch.func,
+    under the math attention kernel, since the fused ones have no forward mode and no double backward.
+    """
+    if not operations:
+        with torch.no_grad():
+            return [fn(*tensors)]
+    if is_first_order(operations):
+        wanted, primals, cotangent = operations[0]["vjp"], list(tensors[:-1]), tensors[-1]
+        with torch.enable_grad():
+            for i in wanted:
+                primals[i] = primals[i].detach().requires_grad_()
+            out = fn(*primals)
+            if not out.requires_grad:
+                return [None] * len(wanted)
+            return torch.autograd.grad(out, [primals[i] for i in wanted], cotangent, allow_unused=True)
+    folded: Callable[..., tuple[Tensor, ...]] = lambda *inputs: (fn(*inputs),)  # noqa: E731
+    for operation in operations:
+        folded = _fold(folded, operation)
+    # NOTE [grad mode] must be on: with it off, torch picks backward kernels (silu's) that cannot be derived again
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        return [result.detach() for result in folded(*tensors)]
+
+
+def _fold(fn: Callable[..., tuple[Tensor, ...]], operation: Operation) -> Callable[..., tuple[Tensor, ...]]:
+    if "vmap" in operation:
+        dims = tuple(operation["vmap"])
+        return lambda *inputs: torch.func.vmap(fn, in_dims=dims)(*inputs)
+    moving: list[int] = operation["vjp"] if "vjp" in operation else operation.get("jvp", [])
+    if not moving:
+        raise KwargError(f"cannot derive {operation!r}: an operation is a vjp, jvp or vmap")
+
+    def split(inputs: tuple[Tensor, ...], extra: int) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+        primals = list(inputs[: len(inputs) - extra])
+
+        def of_moving(*values: Tensor) -> tuple[Tensor, ...]:
+            full = list(primals)
+            for i, value in zip(moving, values, strict=True):
+                full[i] = value
+            return fn(*full)
+
+        return of_moving, [primals[i] for i in moving]
+
+    def vjp(*inputs: Tensor) -> tuple[Tensor, ...]:
+        given = operation["given"]
+        function, primals = split(inputs, len(given))
+        _, pull = torch.func.vjp(lambda *x: tuple(function(*x)[i] for i in given), *primals)
+        return pull(tuple(inputs[len(inputs) - len(given) :]))
+
+    def jvp(*inputs: Tensor) -> tuple[Tensor, ...]:
+        function, primals = split(inputs, len(moving))
+        return torch.func.jvp(function, tuple(primals), tuple(inputs[len(inputs) - len(moving) :]))[1]
+
+    return vjp if "vjp" in operation else jvp

@@ -1,0 +1,55 @@
+"""Keys and values of one session on one worker: explicit, preallocated, written in place.
+
+A step names its start column; writing there crops whatever stood behind it, so that interrupt, retry and rollback are
+one mechanism. Imports no transformers: the Hugging Face ``Cache`` around a layer's keys is duck-typed and thrown away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class KV:
+    """Keys and values of layers ``[start, stop)``: per layer two tensors (batch, kv_head, max_length, head_dim)."""
+
+    def __init__(self, start: int, stop: int, max_length: int):
+        self.max_length = max_length
+        self._layers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(start, stop))
+
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put new columns at ``start`` and return views of all columns up to their end."""
+        stop = start + keys.shape[2]
+        held = self._layers[layer]
+        if held is None:
+            held = tuple(x.new_empty(*x.shape[:2], self.max_length, x.shape[3]) for x in (keys, values))  # type: ignore[assignment]
+            assert held is not None
+            self._layers[layer] = held
+        for store, new in zip(held, (keys, values), strict=True):
+            store[:, :, start:stop] = new
+        return held[0][:, :, :stop], held[1][:, :, :stop]
+
+    def reorder(self, rows: Tensor, length: int) -> None:
+        """Take rows in another order (a beam reorder); only the first ``length`` columns are kept."""
+        for layer, held in self._layers.items():
+            if held is not None:
+                fresh = tuple(x.new_empty(len(rows), *x.shape[1:]) for x in held)
+                for new, old in zip(fresh, held, strict=True):
+                    new[:, :, :length] = old[:, :, :length].index_select(0, rows)
+                self._layers[layer] = fresh  # type: ignore[assignment]
+
+
+class StepCache:
+    """What a Hugging Face attention layer sees as its cache during one step."""
+
+    is_compileable = False
+
+    def __init__(self, kv: KV, start: int):
+        self._kv, self._start = kv, start
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return self._kv.write(layer_idx, self._start, keys, values)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._start

@@ -1,0 +1,194 @@
+"""What carries a request to a worker and its reply back, and the one network thread of a process.
+
+A transport opens channels to peers; a channel is one long-lived exchange, and closing it frees the sessions behind it.
+``InProcess`` is the transport of tests and of ``kf.connect(model)`` without peers: it goes through the same bytes as
+libp2p. Words only: no torch.nn, no network library.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol, TypeVar
+
+from kwflow import wire
+from kwflow.errors import KwflowError, WorkerFailed, from_wire, to_wire
+from kwflow.wire import Message
+
+T = TypeVar("T")
+
+DIAL_SECONDS = 5.0
+
+
+class Channel(Protocol):
+    """One long-lived exchange with one worker: one request at a time."""
+
+    peer: str
+    bytes_sent: int
+    bytes_received: int
+    closed: bool
+
+    async def __call__(self, request: Message) -> Message:
+        """Send a request and wait for its reply. Raises WorkerFailed on EOF, silence or broken bytes."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Opens channels to peers."""
+
+    async def open(self, peer: str, *, timeout: float = DIAL_SECONDS) -> Channel: ...
+
+
+class Connection(Protocol):
+    """The worker's side of a channel."""
+
+    async def handle(self, request: Message) -> Message: ...
+
+    def close(self) -> None: ...
+
+
+Accept = Callable[[str], Connection]
+
+
+# ---- the network thread ------------------------------------------------------------------------------------------
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+_pid: int | None = None
+
+
+def network_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process's one network thread, started at first use (again in a forked child)."""
+    global _loop, _pid
+    with _lock:
+        if _loop is None or _loop.is_closed() or _pid != os.getpid():
+            loop, ready = asyncio.new_event_loop(), threading.Event()
+
+            def serve() -> None:
+                asyncio.set_event_loop(loop)
+                loop.call_soon(ready.set)
+                loop.run_forever()
+
+            threading.Thread(target=serve, name="kwflow-network", daemon=True).start()
+            ready.wait()
+            _loop, _pid = loop, os.getpid()
+        return _loop
+
+
+def submit(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+    """Start a coroutine on the network thread; its result is awaited there or elsewhere."""
+    return asyncio.run_coroutine_threadsafe(work, network_loop())
+
+
+def run(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    """Run a coroutine on the network thread and wait for it here; an interrupt cancels it.
+
+    Raises RuntimeError when called from the network thread itself, where it would wait for itself for ever.
+    """
+    try:
+        here = asyncio.get_running_loop()
+    except RuntimeError:
+        here = None
+    if here is not None and here is _loop:
+        work.close()
+        raise RuntimeError("a blocking kwflow call on kwflow's own network thread; use `await flow.acall(...)` there")
+    future = submit(work)
+    try:
+        return future.result(timeout)
+    except BaseException:
+        future.cancel()
+        raise
+
+
+# ---- calls -------------------------------------------------------------------------------------------------------
+
+
+async def call(channel: Channel, request: Message) -> Message:
+    """Send a request; a reply that carries an error is raised as that error."""
+    try:
+        reply = await channel(request)
+    except WorkerFailed as error:
+        error.peer = error.peer or channel.peer
+        raise
+    said = reply.meta.get("error")
+    if isinstance(said, Mapping):
+        raise from_wire(said, peer=channel.peer)
+    return reply
+
+
+class Pool:
+    """Idle channels to each peer, for requests that need no session; a channel that failed is not used again."""
+
+    def __init__(self, transport: Transport):
+        self.transport = transport
+        self.bytes_sent = self.bytes_received = 0
+        self._idle: dict[str, list[Channel]] = defaultdict(list)
+
+    async def __call__(self, peer: str, request: Message) -> Message:
+        idle = self._idle[peer]
+        while idle and idle[-1].closed:
+            idle.pop()
+        channel = idle.pop() if idle else await self.transport.open(peer)
+        sent, received = channel.bytes_sent, channel.bytes_received
+        try:
+            return await call(channel, request)
+        finally:
+            self.bytes_sent += channel.bytes_sent - sent
+            self.bytes_received += channel.bytes_received - received
+            if channel.closed:
+                await channel.aclose()
+            else:
+                idle.append(channel)
+
+    async def aclose(self) -> None:
+        for channels in self._idle.values():
+            while channels:
+                await channels.pop().aclose()
+
+
+# ---- in-process --------------------------------------------------------------------------------------------------
+
+
+class InProcess:
+    """A transport to workers in this process, through the same bytes as the network."""
+
+    def __init__(self, accept: Mapping[str, Accept]):
+        self._accept = dict(accept)
+
+    async def open(self, peer: str, *, timeout: float = DIAL_SECONDS) -> Channel:
+        if peer not in self._accept:
+            raise WorkerFailed(f"no worker {peer!r} in this process", peer=peer)
+        return _InProcessChannel(peer, self._accept[peer]("in-process"))
+
+
+class _InProcessChannel:
+    def __init__(self, peer: str, connection: Connection):
+        self.peer, self._connection = peer, connection
+        self.bytes_sent = self.bytes_received = 0
+        self.closed = False
+        self._turn = asyncio.Lock()
+
+    async def __call__(self, request: Message) -> Message:
+        async with self._turn:
+            if self.closed:
+                raise WorkerFailed("the channel is closed", peer=self.peer)
+            data = wire.dumps(request)
+            self.bytes_sent += len(data)
+            try:
+                reply = await self._connection.handle(wire.loads(data))
+            except KwflowError as error:
+                reply = Message({"error": to_wire(error)})
+            answer = wire.dumps(reply)
+            self.bytes_received += len(answer)
+            return wire.loads(answer)
+
+    async def aclose(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._connection.close()

@@ -1,0 +1,365 @@
+"""Hugging Face's own classes with the layers elsewhere: the client's ends, and AutoDistributedModelForCausalLM.
+
+transformers' forward and generate run unchanged: the layer list holds one stand-in, which hands hidden to whatever
+the bridge (a ContextVar) says: a flow, a session, or nothing at all (embed and head).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kwflow.errors import KwargError, SessionError, UnknownKwarg, UnsupportedError, did_you_mean
+from kwflow.flow import Flow, Options
+from kwflow.kwargs import PerLayer
+from kwflow.models.checkpoint import Checkpoint
+from kwflow.models.families import (
+    cache_argument,
+    family_of,
+    model_name,
+    quiet,
+    read_config,
+    resolve_dtype,
+    skeleton,
+    tensor_prefix,
+)
+from kwflow.session import Session
+
+Bridge = Callable[[Tensor, Mapping[str, Any]], Tensor]
+_bridge: ContextVar[Bridge] = ContextVar("kwflow_bridge")
+_kwargs: ContextVar[Mapping[str, Any] | None] = ContextVar("kwflow_kwargs", default=None)
+
+
+@contextmanager
+def bridged(bridge: Bridge) -> Iterator[None]:
+    """Within, the stand-in layer is ``bridge``."""
+    token = _bridge.set(bridge)
+    try:
+        yield
+    finally:
+        _bridge.reset(token)
+
+
+class StandIn(nn.Module):
+    """The one module in the layer list, in place of all."""
+
+    def __init__(self, tuples: bool):
+        super().__init__()
+        self.tuples = tuples
+
+    def forward(self, hidden: Tensor, *_: Any, **kwargs: Any) -> Any:
+        out = _bridge.get()(hidden, kwargs)
+        return (out, None) if self.tuples else out
+
+
+def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None, cls: type | None = None) -> nn.Module:
+    """The family's CausalLM with a stand-in for its layers: embeddings, final norm and head are read, frozen."""
+    config, folder = read_config(model)
+    family, target = family_of(config), resolve_dtype(dtype, config)
+    config.num_hidden_layers = 1
+    shell = skeleton(config)
+    if cls is not None:
+        shell.__class__ = cls
+    base = getattr(shell, shell.base_model_prefix)
+    setattr(base, family.layers, nn.ModuleList([StandIn(family.tuples)]))
+    checkpoint = Checkpoint(folder)
+    bare = "" if tensor_prefix(checkpoint, shell) else f"{shell.base_model_prefix}."
+    there = set(checkpoint.names())
+    wanted = {name.removeprefix(bare): name for name in shell.state_dict()}
+    read = checkpoint.read([name for name in wanted if name in there], target)
+    shell.load_state_dict({wanted[name]: tensor for name, tensor in read.items()}, strict=False, assign=True)
+    shell.tie_weights()
+    for name, module in list(base.named_children()):
+        if any(buffer.is_meta for buffer in module.buffers()):  # made from the config, in no checkpoint: rotary
+            setattr(base, name, type(module)(config=config))
+    missing = [name for name, tensor in [*shell.named_parameters(), *shell.named_buffers()] if tensor.is_meta]
+    if missing:
+        raise UnsupportedError(f"{folder} has no tensor for {missing[0]!r} of {type(shell).__name__}")
+    return shell.requires_grad_(False).eval()
+
+
+class ModelEnds:
+    """Tokenizer, embeddings, final norm and head of a model: what a client holds. See ``kwflow.flow.Ends``."""
+
+    def __init__(
+        self, model: str | os.PathLike[str], dtype: torch.dtype | str | None = None, shell: nn.Module | None = None
+    ):
+        config, self.folder = read_config(model)
+        self.name = model_name(model)
+        self.config, self.layers, self.hidden_size = config, config.num_hidden_layers, config.hidden_size
+        self.learned = "learned" in family_of(config).positions
+        self.takes_positions = not family_of(config).positions
+        self.shell: Any = load_shell(model, dtype) if shell is None else shell
+        self._forward = type(self.shell).forward  # transformers' own, also when the class is mixed with Distributed
+        self.dtype: torch.dtype = next(self.shell.parameters()).dtype
+        self._tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, padding on the left."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            with quiet():
+                self._tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            if self._tokenizer.pad_token is None:
+                self._tokenizer.pad_token = self._tokenizer.eos_token
+        return self._tokenizer
+
+    def tokenize(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        return self.tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="left")
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        seen: list[Tensor] = []
+
+        def keep(hidden: Tensor, _: Mapping[str, Any]) -> Tensor:
+            seen.append(hidden)
+            return hidden
+
+        positions = {"position_ids": position_ids} if self.learned and position_ids is not None else {}
+        with bridged(keep):
+            self._base()(input_ids=input_ids, use_cache=False, **positions)
+        return seen[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        with bridged(lambda _, __: hidden):
+            like = torch.zeros_like(hidden, requires_grad=False)
+            return self._forward(self.shell, inputs_embeds=like, use_cache=False).logits
+
+    def _base(self) -> Any:
+        return getattr(self.shell, self.shell.base_model_prefix)
+
+
+# ---- the cache that is a session ---------------------------------------------------------------------------------
+
+
+class RemoteLayer(CacheLayerMixin):
+    """What transformers sees as the cache of the one layer: a session on the workers."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, session: Session, repeats: int = 1):
+        super().__init__()
+        self.session, self.repeats = session, repeats
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("keys and values live on the workers")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError("keys and values live on the workers")
+
+    def get_seq_length(self) -> int:
+        return self.session.position
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.session.position + query_length, 0
+
+    def get_max_length(self) -> int:
+        return self.session.max_length
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.session.rollback(self.session.position - abs(tokens_to_remove))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.session.reorder(beam_idx)
+
+    def reset(self) -> None:
+        self.session.rollback(0)
+
+
+class RemoteCache(Cache):
+    """A session in the place of a Hugging Face cache: ``generate`` and ``forward`` go on from it."""
+
+    is_compileable = False  # type: ignore[assignment]
+
+    def __init__(self, session: Session, repeats: int = 1):
+        super().__init__(layers=[RemoteLayer(session, repeats)])
+        self.session = session
+
+    @property
+    def repeats(self) -> int:
+        return self.layers[0].repeats  # type: ignore[union-attr]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise UnsupportedError("a session's rows cannot be repeated after its first step; repeat the inputs instead")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise UnsupportedError("a session keeps its rows; reorder(ids) changes their order only")
+
+    @property
+    def batch_size(self) -> int:
+        return self.session.batch or -1
+
+
+# ---- the model class ---------------------------------------------------------------------------------------------
+
+
+class Distributed:
+    """Mixed in before a Hugging Face CausalLM: forward and generate with remote layers and kwflow's kwargs."""
+
+    flow: Flow
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Hugging Face class's, and any kwarg that the blocks take.
+
+        Under grad, or without a cache, a plain differentiable call; with ``use_cache=True`` a session.
+        """
+        own, given = self._take_kwargs(kwargs)
+        bound = inspect.signature(super().forward).bind(*args, **given)  # type: ignore[misc]
+        call = bound.arguments
+        call.update(call.pop("kwargs", {}))
+        for name in ("output_attentions", "output_hidden_states"):
+            if call.get(name):
+                raise UnsupportedError(f"{name}=True: the layers are on the workers, which do not send these")
+        cache_name = cache_argument(super().forward)  # type: ignore[misc]
+        cache = call.pop(cache_name, None)
+        mask, wants_cache = call.pop("attention_mask", None), call.pop("use_cache", None)
+        if cache is not None and not isinstance(cache, RemoteCache):
+            raise KwargError(f"{cache_name} is a {type(cache).__name__}; give the cache that this model returned")
+        if cache is None and wants_cache and not torch.is_grad_enabled():
+            length = min(getattr(self.config, "max_position_embeddings", None) or 2048, 2048)  # type: ignore[attr-defined]
+            cache = RemoteCache(self.flow.session(length))
+        own = {**(_kwargs.get() or {}), **own}
+
+        def remote(hidden: Tensor, layer_kwargs: Mapping[str, Any]) -> Tensor:
+            step = {**own, "attention_mask": mask}
+            if self.flow.ends.takes_positions and layer_kwargs.get("position_ids") is not None:
+                step["position_ids"] = layer_kwargs["position_ids"]
+            if cache is None:
+                return self.flow(hidden, **step)
+            return cache.session._step(hidden, step, repeats=cache.repeats)
+
+        if cache is not None:
+            call[cache_name] = cache
+        with bridged(remote):
+            out = super().forward(**call, use_cache=False)  # type: ignore[misc]
+        if cache is not None and hasattr(out, "logits"):
+            out[cache_name] = cache
+        return out
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's own generate; kwargs of the blocks act at every step, expanded over beams by their axes."""
+        own, given = self._take_kwargs(kwargs)
+        self._refuse(own, given)
+        cache_name = cache_argument(super().forward)  # type: ignore[misc]
+        mine: Session | None = None
+        if given.get(cache_name) is None and given.get("past_key_values") is None:
+            config = given.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
+
+            def setting(name: str, default: Any) -> Any:
+                value = given.get(name)
+                value = getattr(config, name, None) if value is None else value
+                return default if value is None else value
+
+            ids = given.get("inputs_embeds")
+            ids = args[0] if args else given.get("input_ids", given.get("inputs")) if ids is None else ids
+            prompt = ids.shape[1] if isinstance(ids, Tensor) else 1
+            new = setting("max_new_tokens", None)
+            total = prompt + new if new is not None else max(setting("max_length", 20), prompt + 1)
+            repeats = max(setting("num_beams", 1), setting("num_return_sequences", 1))
+            mine = self.flow.session(total + 1)
+            given[cache_name] = RemoteCache(mine, repeats)
+        token = _kwargs.set(own)
+        try:
+            return super().generate(*args, **given)  # type: ignore[misc]
+        finally:
+            _kwargs.reset(token)
+            if mine is not None and not given.get("return_dict_in_generate"):
+                mine.close()
+
+    def _take_kwargs(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Split off what the blocks take: it must not reach transformers, which drops or repeats it."""
+        if not kwargs:
+            return {}, {}
+        taken = self.flow.kwargs()
+        own = {name: value for name, value in kwargs.items() if name in taken or isinstance(value, PerLayer)}
+        return own, {name: value for name, value in kwargs.items() if name not in own}
+
+    def _refuse(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        for name, why in _NOT_HERE.items():
+            if given.get(name) is not None and given.get(name) is not False:
+                raise UnsupportedError(f"generate({name}=…): {why}")
+        from kwflow.axes import Axed
+
+        for name, value in own.items():
+            for leaf in value.values() if isinstance(value, Mapping) else [value]:
+                if isinstance(leaf, Axed) and (leaf.size("seq") or 1) != 1:
+                    raise KwargError(
+                        f"{name} has a 'seq' axis of {leaf.size('seq')} columns; generate's steps have one column each"
+                    )
+
+
+def distributed(hf: type) -> type:
+    """``hf`` with Distributed before it; forward keeps hf's signature, by which generate decides what to pass."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return Distributed.forward(self, *args, **kwargs)
+
+    forward.__signature__ = inspect.signature(hf.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = Distributed.forward.__doc__
+    return type(f"Distributed{hf.__name__}", (Distributed, hf), {"forward": forward})
+
+
+_NOT_HERE = {
+    "assistant_model": "assisted decoding is not supported yet",
+    "prompt_lookup_num_tokens": "prompt lookup decoding is not supported yet",
+    "custom_generate": "it runs code from the hub",
+    "cache_implementation": "keys and values live on the workers",
+}
+
+
+class AutoDistributedModelForCausalLM:
+    """Hugging Face's own CausalLM class of the model's family, its layers on a swarm's workers.
+
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained("smollm2-135m", initial_peers=swarm.peers)
+    model.generate(**inputs, steer={12: v}, max_new_tokens=40)
+    """
+
+    def __init__(self) -> None:
+        raise TypeError("use AutoDistributedModelForCausalLM.from_pretrained(model, initial_peers=…)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        initial_peers: Sequence[str] | None = None,
+        flow: Flow | None = None,
+        dtype: torch.dtype | str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Load the client's part and connect; without peers the blocks run in this process.
+
+        ``options``: as ``flow.options``. Weights are frozen: set ``requires_grad_`` on what is to be trained.
+        """
+        unknown = set(options) - set(Options.__dataclass_fields__)
+        if unknown:
+            name = sorted(unknown)[0]
+            hint = did_you_mean(name, [*Options.__dataclass_fields__, "initial_peers", "dtype"])
+            raise UnknownKwarg(f"from_pretrained got {name!r}.{hint}")
+        from kwflow.connect import connect
+
+        flow = connect(model, peers=initial_peers, dtype=dtype) if flow is None else flow
+        ends = flow.ends
+        if not isinstance(ends, ModelEnds):
+            raise SessionError("the flow was not made by kf.connect")
+        shell = ends.shell
+        if not isinstance(shell, Distributed):
+            hf = type(shell)
+            shell.__class__ = distributed(hf)
+        from transformers import GenerationConfig
+
+        if os.path.exists(os.path.join(ends.folder, "generation_config.json")):
+            shell.generation_config = GenerationConfig.from_pretrained(ends.folder)
+        shell.flow = flow.options(**options) if options else flow  # type: ignore[union-attr]
+        return shell

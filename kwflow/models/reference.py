@@ -1,0 +1,116 @@
+"""What a flow is compared with: a Hugging Face model run as it is, or the files streamed one layer at a time.
+
+A reference is ``run(hidden, bound, dtype) -> hidden`` over the layers of ``bound``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kwflow.blocks import precision, run, upcast
+from kwflow.edits import add_prompts, add_steer, token_positions
+from kwflow.errors import KwargError, SpanError
+from kwflow.kwargs import Bound
+from kwflow.models.families import family_of, load_span, model_name
+
+
+class Reference(Protocol):
+    """The local side of a comparison."""
+
+    name: str
+    dtype: torch.dtype
+
+    def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
+        """The layers ``[bound.start, bound.stop)`` on hidden, in ``dtype``."""
+        ...
+
+
+class Stream:
+    """A model's files as a reference that never holds more than one layer."""
+
+    def __init__(self, model: str | os.PathLike[str], dtype: torch.dtype | str | None = None):
+        self.model, self._dtype = model, dtype
+        self.name = f"{model_name(model)}, streamed"
+        self.dtype = load_span(model, 0, 1, dtype=dtype).dtype
+
+    def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
+        with torch.no_grad(), precision(dtype):
+            for layer in range(bound.start, bound.stop):
+                spec = load_span(self.model, layer, layer + 1, dtype=self._dtype)
+                params = spec.params if dtype == spec.dtype else upcast(spec.params, dtype)
+                own, _ = bound.part(None, (layer, layer + 1))
+                hidden = run(spec.blocks, params, hidden, own)
+        return hidden
+
+
+class HuggingFace:
+    """A local Hugging Face model, run by its own forward; steer and prompts are plain hooks on its layers."""
+
+    def __init__(self, model: nn.Module):
+        self.model: Any = model
+        self.name = type(model).__name__
+        self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        self.family = family_of(model.config)
+
+    def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
+        model = self.model if dtype == self.dtype else copy.deepcopy(self.model).to(dtype)
+        base = getattr(model, model.base_model_prefix)
+        layers = getattr(base, self.family.layers)
+        if bound.stop > len(layers):
+            raise SpanError(f"{self.name} has {len(layers)} layers, the flow asks for {bound.start}:{bound.stop}")
+        call = {name: leaf.tensor for name, leaf in bound.group("call").items()}
+        where = token_positions(call.get("attention_mask"), 0, hidden.shape[1], hidden.device)
+        seen: list[Tensor] = []
+        hooks = []
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return (hidden, *args[1:]), kwargs
+
+        def leave(_: nn.Module, __: Any, out: Any) -> None:
+            seen.append(out[0] if isinstance(out, tuple) else out)
+
+        def edits(layer: int) -> None:
+            own = bound.for_layer(layer)
+            if unknown := set(own) - {"prompts", "steer"}:
+                raise KwargError(f"a Hugging Face model has no kwarg {sorted(unknown)[0]!r} to compare with")
+
+            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                assert where is not None
+                return (add_prompts(args[0], own["prompts"], where), *args[1:]), kwargs
+
+            def after(_: nn.Module, __: Any, out: Any) -> Any:
+                steered = add_steer(out[0] if isinstance(out, tuple) else out, own["steer"])
+                return (steered, *out[1:]) if isinstance(out, tuple) else steered
+
+            if "prompts" in own:
+                hooks.append(layers[layer].register_forward_pre_hook(before, with_kwargs=True))
+            if "steer" in own:
+                hooks.append(layers[layer].register_forward_hook(after))
+
+        try:
+            hooks.append(layers[bound.start].register_forward_pre_hook(enter, with_kwargs=True))
+            for layer in range(bound.start, bound.stop):
+                edits(layer)
+            hooks.append(layers[bound.stop - 1].register_forward_hook(leave))
+            with torch.no_grad(), precision(dtype):
+                base(inputs_embeds=torch.zeros_like(hidden), use_cache=True, **call)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen[0]
+
+
+def as_reference(reference: Any) -> Reference:
+    """A reference as it is, a Hugging Face model wrapped."""
+    if hasattr(reference, "run") and hasattr(reference, "dtype"):
+        return reference
+    if isinstance(reference, nn.Module) and hasattr(reference, "config"):
+        return HuggingFace(reference)
+    raise KwargError(
+        f"the reference is a {type(reference).__name__}; give a Hugging Face model, or kf.stream(path) to hold one layer at a time"
+    )

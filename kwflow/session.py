@@ -1,0 +1,234 @@
+"""A session: keys and values kept on the workers, step after step, with kwargs that may change at each.
+
+Every step carries its start column; a worker crops to it and appends. So a step that was interrupted is simply taken
+again, and a rollback is a smaller start column. Not differentiable.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow import link
+from kwflow.axes import describe
+from kwflow.errors import SessionError, ShapeError, WorkerFailed
+from kwflow.flow import Flow, Hop, bind, check_hidden, check_reply, token_ids
+from kwflow.kwargs import Bound, is_wrapped
+from kwflow.wire import Message
+
+
+class Session:
+    """Steps of one batch through a flow; made by ``flow.session(max_length=)``.
+
+        with flow.session(max_length=64) as s:
+            out = s.step(**flow.inputs(["The weather in Paris is"]))      # (1, 5, hidden)
+            out = s.step(**s.inputs(next_ids), steer={12: v})             # (1, 1, hidden)
+
+    ``position``: columns so far. A remembered attention_mask is extended by ones when a step gives none.
+    """
+
+    def __init__(self, flow: Flow, max_length: int):
+        if not isinstance(max_length, int) or max_length < 1:
+            raise SessionError(f"max_length is {max_length!r}; give the number of columns to keep room for")
+        self.flow, self.max_length = flow, max_length
+        self.position = 0
+        self.batch: int | None = None
+        self.closed = False
+        self._mask: Tensor | None = None  # (batch, position) bool
+        self._given_positions: Tensor | None = None  # (batch,) the last given position of each row
+        self._positions: list[tuple[int, Tensor | None]] = []  # (end column, last given positions), for rollback
+        self._four_d = False
+        self._reorders: list[tuple[int, list[int]]] = []  # not yet on every worker
+        self._reorder_count = 0
+        self._route: list[Hop] = []
+        self._channels: list[link.Channel] = []
+        self._running: concurrent.futures.Future[Tensor] | None = None
+        self._turn = threading.Lock()
+
+    def step(self, hidden: Tensor, /, **kwargs: Any) -> Tensor:
+        """Append ``hidden`` (batch, seq, hidden) to the session and return the layers' output for it.
+
+        kwargs as in a call. ``attention_mask`` covers all columns so far, these included. An interrupted step did not
+        happen: take it again.
+        """
+        return self._step(hidden, kwargs, repeats=1)
+
+    def _step(self, hidden: Tensor, kwargs: Mapping[str, Any], *, repeats: int) -> Tensor:
+        """``repeats``: the rows are that many copies of each row that the kwargs were given for (beams)."""
+        with self._turn:
+            self._ready(hidden)
+            timeout = self.flow._options.timeout
+            if not self._route:
+                blocked = self.flow._options.peers_blocked
+                self._route = link.run(self.flow.peers.route(*self.flow.span, blocked), timeout)
+            bound, mask, positions = self._bind(hidden, kwargs, repeats)
+            if hidden.numel() == 0:
+                return hidden.clone()
+            self._settle(timeout)
+            self._running = link.submit(self._send(hidden.detach(), bound))
+            out = self._running.result(timeout)  # an interrupt leaves it running; the next step waits for it
+            self._running = None
+            self.position += hidden.shape[1]
+            self.batch = hidden.shape[0]
+            self._mask = mask
+            self._given_positions = positions
+            self._positions.append((self.position, positions))
+            self._reorders.clear()
+            return out
+
+    def inputs(self, ids: Tensor | Sequence[str] | str | Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Embed the next token ids (batch, seq): positions go on from each row's last token."""
+        tokens, mask = token_ids(self.flow.ends, ids)
+        if self.batch is not None and tokens.shape[0] != self.batch:
+            raise ShapeError(f"token ids are {describe(tokens)}; the session has {self.batch} rows")
+        past = self._mask if self._mask is not None else torch.ones(tokens.shape[0], self.position, dtype=torch.bool)
+        whole = torch.cat([past.to(torch.long), mask.to(torch.long)], 1)
+        positions = (whole.cumsum(-1) - 1).clamp(min=0)[:, self.position :]
+        out = {"hidden": self.flow.embed(tokens, position_ids=positions)}
+        if not bool(whole.all()):
+            out["attention_mask"] = whole
+        return {**out, "position_ids": positions} if self.flow.ends.takes_positions else out
+
+    def reorder(self, ids: Sequence[int] | Tensor) -> None:
+        """Give the rows another order, with repeats: row ``i`` becomes what row ``ids[i]`` was (a beam reorder)."""
+        rows = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if self.batch is None:
+            raise SessionError("reorder before the first step: the session has no rows yet")
+        if len(rows) != self.batch or not all(isinstance(r, int) and 0 <= r < self.batch for r in rows):
+            raise SessionError(f"reorder takes {self.batch} row numbers below {self.batch}, got {rows}")
+        with self._turn:
+            self._reorder_count += 1
+            self._reorders.append((self._reorder_count, rows))
+            index = torch.tensor(rows, dtype=torch.long)
+            self._mask = None if self._mask is None else self._mask[index]
+            self._given_positions = None if self._given_positions is None else self._given_positions[index]
+            self._positions = [(end, None if p is None else p[index]) for end, p in self._positions]
+
+    def rollback(self, position: int) -> None:
+        """Forget the columns from ``position`` on; the next step starts there."""
+        if not isinstance(position, int) or not 0 <= position <= self.position:
+            raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
+        with self._turn:
+            self.position = position
+            self._mask = None if self._mask is None else self._mask[:, :position]
+            self._positions = [(end, given) for end, given in self._positions if end <= position]
+            cut = self._positions[-1] if self._positions else (0, None)
+            behind = position - cut[0]  # columns kept of a step that is cut in the middle
+            self._given_positions = None if cut[1] is None else cut[1] + behind
+
+    def close(self) -> None:
+        """Free the keys and values on the workers. A closed session takes no step."""
+        if not self.closed:
+            self.closed = True
+            for channel in self._channels:
+                link.submit(channel.aclose())
+            self._channels = []
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True):
+            self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"columns {self.position} of {self.max_length}"
+        return f"Session({self.flow.ends.name}, layers {self.flow.start}:{self.flow.stop}, {state}, batch {self.batch})"
+
+    # ---- one step
+
+    def _ready(self, hidden: Tensor) -> None:
+        if self.closed:
+            raise SessionError("the session is closed; open another with flow.session(max_length=)")
+        check_hidden(hidden, self.flow.ends.hidden_size)
+        if self.batch is not None and hidden.shape[0] != self.batch:
+            raise SessionError(f"the session has {self.batch} rows, hidden is {describe(hidden)}")
+        if self.position + hidden.shape[1] > self.max_length:
+            raise SessionError(
+                f"columns {self.position}:{self.position + hidden.shape[1]} do not fit max_length {self.max_length}"
+            )
+
+    def _bind(self, hidden: Tensor, kwargs: Mapping[str, Any], repeats: int) -> tuple[Bound, Tensor | None, Tensor | None]:
+        """The step's kwargs for the wire, and the mask and last positions to remember when it succeeds."""
+        batch, seq, _ = hidden.shape
+        start, stop = self.position, self.position + seq
+        given = dict(kwargs)
+        control = {name: given.pop(name, None) for name in ("attention_mask", "position_ids")}
+        bound = bind(self._route, self.flow.span, given, {"batch": batch // repeats, "seq": seq, "key": stop})
+        bound = bound.repeat_rows(repeats)
+        mask, positions = control["attention_mask"], control["position_ids"]
+        if positions is None and self._given_positions is not None:
+            positions = self._given_positions[:, None] + torch.arange(1, seq + 1)
+        sizes = {"batch": batch, "seq": seq, "key": stop}
+        called = bind(self._route, self.flow.span, {"attention_mask": mask, "position_ids": positions}, sizes)
+        tensors = (hidden, *bound.tensors, *called.tensors)
+        if any(is_wrapped(t) for t in tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+            raise SessionError("a session is not differentiable: use flow(...) for gradients, or torch.no_grad()")
+        remembered, sent = self._columns_of_mask(called, batch, start, stop)
+        last = None
+        if positions is not None:
+            last = called.group("call")["position_ids"].tensor[:, -1].expand(batch)
+        return bound.joined(sent), remembered, last
+
+    def _columns_of_mask(self, called: Bound, batch: int, start: int, stop: int) -> tuple[Tensor | None, Bound]:
+        """What to remember of the mask, and the call's kwargs with only this step's columns of it."""
+        axed = called.group("call").get("attention_mask")
+        if axed is not None and len(axed.axes) == 4:
+            self._four_d = True
+            return self._mask, called
+        if self._four_d:
+            raise SessionError("this session was given a 4-D attention_mask; each later step must give one too")
+        mask = None if axed is None else axed.tensor.bool().expand(batch, stop)
+        if mask is not None and start:
+            past = self._mask if self._mask is not None else torch.ones(batch, start, dtype=torch.bool)
+            if not torch.equal(mask[:, :start], past):
+                raise SessionError(
+                    f"attention_mask differs from the session's in its first {start} columns; "
+                    f"rollback to change the past"
+                )
+        if mask is None and self._mask is not None:
+            mask = torch.cat([self._mask, torch.ones(batch, stop - start, dtype=torch.bool)], 1)
+        if mask is None or bool(mask[:, start:].all()):  # a worker extends by ones by itself
+            return mask, called.without("attention_mask")
+        at = next(i for i, leaf in enumerate(called.leaves) if leaf.what == "attention_mask")
+        columns = [mask[:, start:] if i == at else tensor for i, tensor in enumerate(called.tensors)]
+        return mask, called.with_tensors(columns)
+
+    def _settle(self, timeout: float) -> None:
+        """Wait for a step that was interrupted; its values are not used, and the next one crops it away."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            concurrent.futures.wait([running], timeout)
+
+    async def _send(self, hidden: Tensor, bound: Bound) -> Tensor:
+        peers = self.flow.peers
+        while len(self._channels) < len(self._route):
+            self._channels.append(await peers.pool.transport.open(self._route[len(self._channels)].peer))
+        for hop, channel in zip(self._route, self._channels, strict=True):
+            mine, _ = bound.part(None, hop.span)
+            meta = {"op": "step", "span": [hop.start, hop.stop], "start": self.position, "max_length": self.max_length}
+            if self._reorders:
+                meta["reorder"] = [[number, rows] for number, rows in self._reorders]
+            if mine.groups:
+                meta["kwargs"] = mine.to_meta()
+            before = channel.bytes_sent, channel.bytes_received
+            try:
+                reply = await link.call(channel, Message(meta, [hidden, *mine.tensors]))
+            except WorkerFailed as error:
+                error.span = error.span or hop.span
+                peers.failed(error)
+                raise
+            finally:
+                peers.pool.bytes_sent += channel.bytes_sent - before[0]
+                peers.pool.bytes_received += channel.bytes_received - before[1]
+            out = reply.tree[0] if isinstance(reply.tree, list) and len(reply.tree) == 1 else None
+            hidden = check_reply(out, hidden, hop)
+        return hidden

@@ -1,0 +1,221 @@
+"""A swarm on this machine: real worker processes, real libp2p on loopback, all of which end with this process.
+
+One of the few modules that put the parts together. It starts ``python -m kwflow worker … --supervised`` and talks to it
+over inherited pipes; a notebook's own function reaches the workers there, and only there. No torch, no hivemind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Self
+
+from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
+from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_imports
+
+READY_SECONDS = 120.0
+
+Span = tuple[int, int]
+
+
+class LocalWorker:
+    """One worker process of a local swarm: ``span``, ``peer`` (its id), ``addrs``, ``pid``, ``log`` (its stderr)."""
+
+    def __init__(self, child: Child, span: Span):
+        self.child, self.span = child, span
+        self.peer, self.addrs = "", []
+        self.pid, self.log = child.pid, child.log
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process exists, paused or not."""
+        return self.child.alive
+
+    @property
+    def paused(self) -> bool:
+        return self.child.paused
+
+    def __repr__(self) -> str:
+        state = "paused" if self.paused else "alive" if self.alive else "dead"
+        return f"<worker of layers {self.span[0]}:{self.span[1]}, pid {self.pid}, {state}>"
+
+
+class LocalSwarm:
+    """Workers on this machine; made by ``local_swarm``. Also a context manager."""
+
+    def __init__(self, model: str, command: Sequence[str], *, threads: int, function: bytes, timeout: float):
+        self.model, self.workers = model, list[LocalWorker]()
+        self._command, self._function, self._timeout = list(command), function, timeout
+        self._env = {**same_imports(), "OMP_NUM_THREADS": str(threads)}
+        self._folder = Path(tempfile.mkdtemp(prefix="kwflow-swarm-"))
+        self._close = weakref.finalize(self, _close, self.workers, self._folder)  # at exit too
+        disown_in_forks(self)
+
+    @property
+    def peers(self) -> list[str]:
+        """Addresses of the workers that run now."""
+        return [addr for worker in self.workers if worker.alive and not worker.paused for addr in worker.addrs]
+
+    def add(self, start: int, stop: int) -> LocalWorker:
+        """Start one more worker for layers ``[start, stop)`` and wait until it serves."""
+        return self.start([(start, stop)])[0]
+
+    def start(self, spans: Sequence[Span]) -> list[LocalWorker]:
+        """Start workers at once and wait until all serve; if one fails, none of them stays."""
+        deadline = time.monotonic() + self._timeout
+        new: list[LocalWorker] = []
+        try:
+            for span in spans:
+                new.append(self._spawn(span))
+            for worker in new:
+                worker.child.send(self._function, deadline)
+            self._introduce(new, deadline)
+        except BaseException:
+            for worker in new:
+                worker.child.end()
+            raise
+        self.workers += new
+        return new
+
+    def _spawn(self, span: Span) -> LocalWorker:
+        command = [*self._command, "--blocks", f"{span[0]}:{span[1]}", "--supervised"]
+        log = self._folder / f"worker-{len(os.listdir(self._folder))}.log"
+        return LocalWorker(Child(command, log=log, env=self._env), span)
+
+    def _introduce(self, new: Sequence[LocalWorker], deadline: float) -> None:
+        """Let all load at once; the first in the swarm gets no addresses to join, the others get its."""
+        peers, waiting = self.peers, list(new)
+        told = new if peers else new[:1]
+        for worker in told:
+            worker.child.send(json.dumps(peers).encode(), deadline)
+        while waiting:
+            select.select([worker.child for worker in waiting], [], [], max(0.0, deadline - time.monotonic()))
+            for worker in tuple(waiting):
+                try:
+                    report = worker.child.report()
+                except ChildFailed as error:
+                    raise _explain(worker, error) from error
+                if report is None:
+                    continue
+                worker.peer, worker.addrs = report["peer"], report["addrs"]
+                waiting.remove(worker)
+                if worker is told[0] and told is not new:
+                    told = new
+                    for other in new[1:]:
+                        other.child.send(json.dumps(worker.addrs).encode(), deadline)
+            if waiting and time.monotonic() > deadline:
+                raise WorkerFailed(
+                    f"{waiting[0]!r} was not ready in {self._timeout:g} s\n{waiting[0].child.last_words()}",
+                    span=waiting[0].span,
+                )
+
+    def kill(self, index: int) -> None:
+        """End a worker and its p2pd at once, as ``kill -9`` does."""
+        self.workers[index].child.end()
+
+    def pause(self, index: int) -> None:
+        """Stop a worker and its p2pd (SIGSTOP): its connections stay open and say nothing."""
+        self.workers[index].child.pause()
+
+    def resume(self, index: int) -> None:
+        """Let a paused worker go on."""
+        self.workers[index].child.resume()
+
+    def close(self) -> None:
+        """End every worker; again does nothing."""
+        self._close()
+
+    def forked(self) -> None:
+        self._close.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<local swarm of {self.model}: {', '.join(map(repr, self.workers)) or 'no workers'}>"
+
+
+def local_swarm(
+    model: str | os.PathLike[str],
+    workers: int | Sequence[Span] = 2,
+    *,
+    dtype: Any = None,
+    threads: int = 1,
+    block_fn: Callable[..., Any] | str | None = None,
+    timeout: float = READY_SECONDS,
+) -> LocalSwarm:
+    """Start real worker processes on this machine and wait until they serve.
+
+    >>> with local_swarm("smollm2-135m", workers=[(0, 10), (10, 30)]) as swarm:  # doctest: +SKIP
+    ...     flow = kf.connect(swarm.model, peers=swarm.peers)
+
+    ``workers``: how many (they split the layers evenly), or their spans. ``threads``: torch threads of each.
+    ``block_fn``: the workers' own block function, as ``"pkg.mod:fn"`` or a function of this process (a notebook's),
+    which travels over their pipes. ``timeout``: seconds until all must serve. They end with this process, however it
+    ends; an interrupt leaves them alone.
+
+    Raises SpanError, KwargError; what a worker says when it cannot serve, with the end of its log; else WorkerFailed.
+    """
+    name = os.fspath(model)
+    command = [sys.executable, "-m", "kwflow", "worker", name, "--threads", str(threads)]
+    if dtype is not None:
+        command += ["--dtype", str(dtype).removeprefix("torch.")]
+    if isinstance(block_fn, str):
+        command += ["--block-fn", block_fn]
+    function = b"" if block_fn is None or isinstance(block_fn, str) else _pickled(block_fn)
+    spans = _spans(name, workers)
+    swarm = LocalSwarm(name, command, threads=threads, function=function, timeout=timeout)
+    try:
+        swarm.start(spans)
+    except BaseException:
+        swarm.close()
+        raise
+    return swarm
+
+
+def _spans(model: str, workers: int | Sequence[Span]) -> list[Span]:
+    if not isinstance(workers, int):
+        spans = [(int(start), int(stop)) for start, stop in workers]
+        if not spans or any(start < 0 or stop <= start for start, stop in spans):
+            raise SpanError(f"workers takes a number or spans (start, stop) with 0 <= start < stop, got {workers!r}")
+        return spans
+    from kwflow.models.checkpoint import layer_count
+
+    layers = layer_count(model)
+    if not 1 <= workers <= layers:
+        raise SpanError(f"{workers} workers cannot split the {layers} layers of {model}; 1 to {layers} can")
+    bounds = [layers * index // workers for index in range(workers + 1)]
+    return list(pairwise(bounds))
+
+
+def _pickled(function: Callable[..., Any]) -> bytes:
+    if not callable(function):
+        raise KwargError(f"block_fn takes a function or 'pkg.mod:fn', got {function!r:.80}")
+    import cloudpickle
+
+    return cloudpickle.dumps(function)
+
+
+def _explain(worker: LocalWorker, error: ChildFailed) -> Exception:
+    message = f"{error}\n{worker.child.last_words()}"
+    if error.said is None:
+        return WorkerFailed(f"{worker!r} cannot serve: {message}", span=worker.span)
+    return from_wire({**error.said, "message": message, "span": list(worker.span)}, peer=str(worker.pid))
+
+
+def _close(workers: list[LocalWorker], folder: Path) -> None:
+    for worker in workers:
+        worker.child.end()
+    shutil.rmtree(folder, ignore_errors=True)

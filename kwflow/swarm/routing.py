@@ -1,0 +1,40 @@
+"""Which workers a call goes through: pure functions of a view of the swarm. No network, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from kwflow.errors import NoRoute
+
+
+class Serves(Protocol):
+    """What routing needs to know of a worker."""
+
+    @property
+    def peer(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+
+
+def plan(view: Sequence[Serves], start: int, stop: int, *, blocked: Collection[str] = ()) -> list[tuple[str, int, int]]:
+    """The shortest chain of ``(peer, start, stop)`` that covers layers ``[start, stop)`` and none beyond.
+
+    At each layer the live worker that reaches furthest is taken, which is optimal for intervals; ties go to the lowest
+    peer id, so that equal views give equal routes. Raises NoRoute naming the first layer that nobody serves.
+    """
+    hops: list[tuple[str, int, int]] = []
+    at = start
+    while at < stop:
+        covering = [worker for worker in view if worker.start <= at < worker.stop and worker.peer not in blocked]
+        if not covering:
+            known = ", ".join(f"{w.start}:{w.stop} on {w.peer[-8:]}" for w in sorted(view, key=lambda w: w.start))
+            also = f"; blocked: {', '.join(peer[-8:] for peer in blocked)}" if blocked else ""
+            raise NoRoute(f"no live worker serves layer {at} of {start}:{stop}; known: {known or 'none'}{also}")
+        best = min(covering, key=lambda w: (-w.stop, w.peer))
+        end = min(best.stop, stop)
+        hops.append((best.peer, at, end))
+        at = end
+    return hops

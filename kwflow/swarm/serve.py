@@ -1,0 +1,77 @@
+"""A worker process: loads its span, joins the swarm, announces itself, serves until it is told to stop.
+
+Puts the parts together for ``kwflow worker``; nothing but the command line imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import signal
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kwflow import __version__
+from kwflow.blocks import SpanSpec, with_block_fn
+from kwflow.models.families import load_span, model_name
+from kwflow.swarm.directory import WorkerRecord, announced
+from kwflow.swarm.hivemind import Node
+from kwflow.swarm.lifetime import Parent
+from kwflow.swarm.worker import Served
+
+
+def load(model: str, start: int, stop: int, dtype: str, fn: Callable[..., Any] | None) -> SpanSpec:
+    """Read the span's weights; put the worker's own block_fn around each block."""
+    spec = load_span(model, start, stop, dtype=dtype)
+    return spec if fn is None else with_block_fn(spec, fn, function_id(fn))
+
+
+def function_id(fn: Callable[..., Any]) -> str:
+    """A name and a hash of a function's code: part of the fingerprint, since it is part of the values."""
+    code = fn.__code__
+    said = repr((code.co_code.hex(), [c for c in code.co_consts if not hasattr(c, "co_code")], code.co_names))
+    return f"{fn.__module__}:{fn.__qualname__}:{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+
+
+async def serve(
+    spec: SpanSpec,
+    model: str,
+    *,
+    join: Sequence[str],
+    listen: str,
+    port: int,
+    public: bool,
+    kv_bytes: int,
+    parent: Parent | None,
+) -> None:
+    """Serve a loaded span until SIGINT or SIGTERM; say so to the parent, or on the terminal."""
+    served = Served(spec, model=model_name(model), kv_bytes=kv_bytes)
+    node = await Node.start(
+        listen=listen, port=port, initial_peers=join, public=public, own_session=False
+    )
+    try:
+        await node.serve(served.accept)
+        record = WorkerRecord(
+            model=model_name(model),
+            peer=node.peer_id,
+            addrs=tuple(node.addrs),
+            start=spec.start,
+            stop=spec.stop,
+            layers=spec.identity["model_layers"],
+            checkpoint=spec.identity["checkpoint"],
+            version=__version__,
+        )
+        async with announced(node, record):
+            if parent is not None:
+                parent.ready(peer=node.peer_id, addrs=node.addrs, span=[spec.start, spec.stop])
+            else:
+                print(f"serving layers {spec.start}:{spec.stop} of {model_name(model)} at {node.addrs[0]}", flush=True)
+            stop, loop = asyncio.Event(), asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop.set)
+            with contextlib.suppress(asyncio.CancelledError):
+                await stop.wait()
+    finally:
+        served.close()
+        await node.stop()

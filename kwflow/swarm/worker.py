@@ -1,0 +1,314 @@
+"""The worker's side of every request: hello, run (value and derivatives), session steps.
+
+Handed a SpanSpec; imports no models and no network. One compute thread runs tensors, the caller's asyncio thread does
+the rest; a priority queue between them lets a decode step pass a long backward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow import __version__
+from kwflow.axes import describe
+from kwflow.blocks import SpanSpec, precision, run, upcast
+from kwflow.derive import evaluate
+from kwflow.errors import KwargError, KwflowError, SessionError, ShapeError, SpanError, UnsupportedError, WorkerFailed, to_wire
+from kwflow.kv import KV
+from kwflow.kwargs import Bound, check_bound
+from kwflow.wire import PROTOCOL, Message
+
+FEATURES = ("hello", "run", "vjp", "jvp", "vmap", "nested", "float64", "step", "reorder", "rollback")
+DECODE, PREFILL, FORWARD, BACKWARD = range(4)  # priorities: the lowest number goes first
+
+DEFAULT_KV_BYTES = 2 << 30
+
+
+class Compute:
+    """One thread that runs tensor work by priority, first come first served within one."""
+
+    def __init__(self) -> None:
+        self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._number = itertools.count()
+        self._thread = threading.Thread(target=self._serve, name="kwflow-compute", daemon=True)
+        self._thread.start()
+
+    async def __call__(self, priority: int, work: Callable[[], Any]) -> tuple[Any, float, float]:
+        """Run ``work`` on the compute thread: its result, seconds queued, seconds computing."""
+        future: Future[tuple[Any, float, float]] = Future()
+        self._queue.put((priority, next(self._number), (work, future, time.perf_counter())))
+        return await asyncio.wrap_future(future)
+
+    def _serve(self) -> None:
+        while True:
+            _, _, job = self._queue.get()
+            if job is None:
+                return
+            work, future, queued = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            began = time.perf_counter()
+            try:
+                result = work()
+            except BaseException as error:  # noqa: BLE001  handed to whoever awaits the future
+                future.set_exception(error)
+            else:
+                future.set_result((result, began - queued, time.perf_counter() - began))
+            del work, future, job
+
+    def stop(self) -> None:
+        self._queue.put((-1, next(self._number), None))
+
+
+@dataclass
+class Session:
+    """Keys, values and mask of one client's session on this worker."""
+
+    kv: KV
+    batch: int
+    bytes: int
+    length: int = 0
+    reordered: int = 0  # the last beam reorder that was applied
+    mask: Tensor | None = None  # (batch, max_length) bool, once a column was masked
+
+    def column_mask(self, given: Tensor | None, start: int, seq: int) -> Tensor | None:
+        """Remember this step's columns of the 2-D mask and return it up to their end; None while nothing is masked."""
+        if given is not None and self.mask is None and not bool(given.all()):
+            self.mask = torch.ones(self.batch, self.kv.max_length, dtype=torch.bool)
+        if self.mask is None:
+            return None
+        self.mask[:, start : start + seq] = True if given is None else given.bool()
+        return self.mask[:, : start + seq]
+
+
+class Served:
+    """A span that is served: makes a Connection for each channel that a client opens."""
+
+    def __init__(self, spec: SpanSpec, *, model: str = "", kv_bytes: int = DEFAULT_KV_BYTES, batch_tokens: int = 1 << 16):
+        self.spec, self.model = spec, model
+        self.limits = {"kv_bytes": kv_bytes, "batch_tokens": batch_tokens}
+        self.compute = Compute()
+        self.kv_used = 0
+        self._upcast: dict[torch.dtype, list[Mapping[str, Tensor]]] = {}
+
+    def hello(self) -> dict[str, Any]:
+        """What a client learns before its first call."""
+        spec = self.spec
+        return {
+            "protocol": PROTOCOL,
+            "version": __version__,
+            "features": list(FEATURES),
+            "model": self.model,
+            "span": [spec.start, spec.stop],
+            "dtype": str(spec.dtype).removeprefix("torch."),
+            "schema": spec.schema.to_json(),
+            "limits": self.limits,
+            "fingerprint": fingerprint(spec),
+            "layers": spec.identity.get("layers", []),
+        }
+
+    def accept(self, remote: str) -> ClientConnection:
+        return ClientConnection(self, remote)
+
+    def close(self) -> None:
+        self.compute.stop()
+
+    def kv_size(self, batch: int, max_length: int, layers: int) -> int:
+        sizes, item = self.spec.schema.sizes, torch.empty((), dtype=self.spec.dtype).element_size()
+        return batch * max_length * layers * 2 * sizes["kv_head"] * sizes["head_dim"] * item
+
+
+def fingerprint(spec: SpanSpec) -> dict[str, Any]:
+    """What must be equal on both sides for bitwise equal values (DESIGN law 1)."""
+    return {
+        "checkpoint": spec.identity.get("checkpoint", ""),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "torch": str(torch.__version__),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "attention": spec.identity.get("attention", ""),
+        "block_fn": spec.identity.get("block_fn", ""),
+    }
+
+
+class ClientConnection:
+    """One client's channel: requests in order, one session at most, freed when the channel closes."""
+
+    def __init__(self, served: Served, remote: str):
+        self.served, self.remote = served, remote
+        self.session: Session | None = None
+        self.closed = False
+
+    async def handle(self, request: Message) -> Message:
+        """Answer one request; every error becomes a reply that says whose it is."""
+        operations = {"hello": self._hello, "run": self._run, "step": self._step}
+        name = request.meta.get("op")
+        try:
+            if not isinstance(name, str) or name not in operations:
+                raise UnsupportedError(f"this worker (kwflow {__version__}) has no operation {name!r}")
+            return await operations[name](request)
+        except KwflowError as error:
+            return Message({"error": to_wire(error, span=request.meta.get("span"))})
+        except (TypeError, ValueError, KeyError, IndexError, RuntimeError, MemoryError) as error:
+            said = to_wire(error, span=request.meta.get("span"))
+            return Message({"error": said})
+
+    def close(self) -> None:
+        self.closed = True
+        if self.session is not None:
+            self.served.kv_used -= self.session.bytes
+            self.session = None
+
+    async def _hello(self, request: Message) -> Message:
+        return Message({"hello": self.served.hello()})
+
+    # ---- values and derivatives
+
+    async def _run(self, request: Message) -> Message:
+        spec, meta = self.served.spec, request.meta
+        start, stop = self._span(meta)
+        operations = _operations(meta.get("ops", []))
+        tensors = _tensors(request.tree)
+        count = 1 + len(meta.get("kwargs", {}).get("leaves", ()))
+        bound = Bound.from_meta((start, stop), meta.get("kwargs", {}), tensors[1:count])
+        if not any("vmap" in operation for operation in operations):
+            check_hidden(tensors[0], spec)
+            check_bound(bound, spec.schema, _sizes(tensors[0]))
+        self._limit(tensors[0])
+        dtype = getattr(torch, meta["dtype"]) if meta.get("dtype") in ("float32", "float64") else spec.dtype
+        blocks = spec.part(start, stop)
+
+        def work() -> list[Tensor | None]:
+            params = [block.params for block in blocks]
+            if dtype != spec.dtype:
+                params = upcast(params, dtype)
+
+            def fn(hidden: Tensor, *leaves: Tensor) -> Tensor:
+                return run(blocks, params, hidden.to(dtype), bound.with_tensors(leaves)).to(hidden.dtype)
+
+            with precision(dtype):
+                return list(evaluate(fn, operations, tensors))
+
+        backward = bool(operations)
+        results, queued, computed = await self.served.compute(BACKWARD if backward else FORWARD, work)
+        return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, results)
+
+    # ---- sessions
+
+    async def _step(self, request: Message) -> Message:
+        spec, meta = self.served.spec, request.meta
+        start, stop = self._span(meta)
+        tensors = _tensors(request.tree)
+        hidden = tensors[0]
+        check_hidden(hidden, spec)
+        bound = Bound.from_meta((start, stop), meta.get("kwargs", {}), tensors[1:])
+        past, seq = int(meta["start"]), hidden.shape[1]
+        session = self._opened(int(meta["max_length"]), hidden.shape[0], start, stop)
+        if past + seq > session.kv.max_length:
+            raise SessionError(f"columns {past}:{past + seq} do not fit max_length {session.kv.max_length}")
+        if past > session.length:
+            raise WorkerFailed(f"this worker holds {session.length} columns of the session, the step starts at {past}")
+        check_bound(bound, spec.schema, {**_sizes(hidden), "key": _key_size(bound, past, seq)})
+        blocks = spec.part(start, stop)
+
+        def work() -> Tensor:
+            with torch.no_grad():
+                for number, rows in meta.get("reorder", []):
+                    if number > session.reordered:
+                        self._reorder(session, torch.tensor(rows), past)
+                        session.reordered = number
+                given, mine = _take_mask(bound)
+                mask = session.column_mask(given, past, seq)
+                session.length = past  # what stands behind is cropped, also when this step fails
+                params = [block.params for block in blocks]
+                out = run(
+                    blocks, params, hidden.to(spec.dtype), mine, past=past, attention_mask=mask, kv=session.kv
+                ).to(hidden.dtype)
+                session.length = past + seq
+                return out
+
+        out, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
+        return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, [out])
+
+    def _opened(self, max_length: int, batch: int, start: int, stop: int) -> Session:
+        if self.session is None:
+            served = self.served
+            size = served.kv_size(batch, max_length, stop - start)
+            free = served.limits["kv_bytes"] - served.kv_used
+            if size > free:
+                raise WorkerFailed(
+                    f"no room for a session of {batch} rows × {max_length} columns × {stop - start} layers: it needs "
+                    f"{size / 1e6:.1f} MB of keys and values, {free / 1e6:.1f} MB are free"
+                )
+            served.kv_used += size
+            self.session = Session(KV(start, stop, max_length), batch, size)
+        if batch != self.session.batch:
+            raise SessionError(f"the session has {self.session.batch} rows, the step {batch}; reorder(ids) changes rows")
+        return self.session
+
+    def _reorder(self, session: Session, rows: Tensor, length: int) -> None:
+        if rows.numel() != session.batch or bool((rows < 0).any()) or bool((rows >= session.batch).any()):
+            raise SessionError(f"reorder takes {session.batch} row numbers below {session.batch}, got {rows.tolist()}")
+        session.kv.reorder(rows, length)
+        if session.mask is not None:
+            session.mask = session.mask.index_select(0, rows)
+
+    def _span(self, meta: Mapping[str, Any]) -> tuple[int, int]:
+        start, stop = meta["span"]
+        if not (isinstance(start, int) and isinstance(stop, int) and self.served.spec.start <= start < stop <= self.served.spec.stop):
+            raise SpanError(f"layers {start}:{stop} are not all on this worker, which serves {self.served.spec.start}:{self.served.spec.stop}")
+        return start, stop
+
+    def _limit(self, hidden: Tensor) -> None:
+        tokens = hidden.numel() // max(1, self.served.spec.schema.sizes["hidden"])
+        if tokens > self.served.limits["batch_tokens"]:
+            raise WorkerFailed(f"{tokens} tokens in one request; this worker takes {self.served.limits['batch_tokens']}")
+
+
+def check_hidden(hidden: Tensor, spec: SpanSpec) -> None:
+    """Raise ShapeError or KwargError unless hidden is a float tensor (batch, seq, hidden) of the model's width."""
+    width = spec.schema.sizes["hidden"]
+    if hidden.dim() != 3 or hidden.shape[2] != width:
+        raise ShapeError(f"hidden is {describe(hidden)}; these blocks take (batch, seq, {width})")
+    if not hidden.is_floating_point():
+        raise KwargError(f"hidden is {describe(hidden)}; these blocks take floating point")
+
+
+def _sizes(hidden: Tensor) -> dict[str, int]:
+    return {"batch": hidden.shape[0], "seq": hidden.shape[1], "key": hidden.shape[1]}
+
+
+def _key_size(bound: Bound, past: int, seq: int) -> int:
+    """A 2-D mask of a step covers its own columns on the wire; a 4-D one covers all."""
+    return past + seq if any(len(leaf.axes) == 4 and leaf.what == "attention_mask" for leaf in bound.leaves) else seq
+
+
+def _take_mask(bound: Bound) -> tuple[Tensor | None, Bound]:
+    """Split a step's 2-D mask, which the session remembers, from its other kwargs."""
+    at = next((i for i, leaf in enumerate(bound.leaves) if leaf.what == "attention_mask" and len(leaf.axes) == 2), None)
+    if at is None:
+        return None, bound
+    return bound.tensors[at], bound.without("attention_mask")
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if not isinstance(tree, list) or not tree or not all(isinstance(t, Tensor) for t in tree):
+        raise KwargError("a request carries a list of tensors, hidden first")
+    return tree
+
+
+def _operations(said: Any) -> list[dict[str, Any]]:
+    known = {"vjp", "jvp", "vmap"}
+    if not isinstance(said, list) or not all(isinstance(o, dict) and len(known & o.keys()) == 1 for o in said):
+        raise UnsupportedError(f"operations {said!r} are not a list of vjp, jvp and vmap")
+    return said

@@ -1,0 +1,240 @@
+"""Proof that a flow gives the local model's values: bit for bit, or why not, and whether the gap is noise or a bug.
+
+    print(kf.verify.exact_match(flow, reference, **x))      # the first line is the verdict and why
+
+Noise falls when precision rises, a bug does not: when the bits differ, both sides run again in float64.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow.errors import KwflowError, SpanError
+from kwflow.flow import Flow, Plan
+
+NOISE_FALLS_BY = 1e4  # fp32 to fp64 lowers rounding by 2^29; a bug stays
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output beside its reference."""
+
+    name: str
+    bitwise: bool
+    max_abs: float
+    max_rel: float  # against the reference's largest magnitude
+    ulp: float  # units in the last place, at most
+    top1: float | None = None  # share of positions whose most likely token agrees (logits only)
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Match:
+    """What :func:`exact_match` found. ``bool(match)``: bitwise equal, or shown to be rounding noise."""
+
+    verdict: str  # "bitwise", "noise", "different" or "no fp64 verdict"
+    why: str
+    outputs: tuple[Comparison, ...]
+    reasons: tuple[str, ...] = ()
+    fp64_gap: float | None = None
+    sides: tuple[str, str] = ("", "")
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bitwise(self) -> bool:
+        return self.verdict == "bitwise"
+
+    def __bool__(self) -> bool:
+        return self.verdict in ("bitwise", "noise")
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["output", "shape", "bitwise", "max abs", "max rel", "ulp", "top-1"]]
+        for c in self.outputs:
+            top = "" if c.top1 is None else f"{c.top1:.1%}"
+            numbers = [f"{c.max_abs:.3g}", f"{c.max_rel:.3g}", f"{c.ulp:.3g}"]
+            rows.append([c.name, "×".join(map(str, c.shape)), "yes" if c.bitwise else "no", *numbers, top])
+        return rows
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [f"{self.verdict.upper()}: {self.why}", f"  {self.sides[0]}  against  {self.sides[1]}"]
+        lines += [f"  {line}" for line in table]
+        lines += [f"  cannot be bitwise: {reason}" for reason in self.reasons]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        colour = "#1a7f37" if self.bitwise else "#0969da" if self else "#cf222e"
+        cells = lambda row, tag: "".join(f"<{tag} style='text-align:left;padding:0 1em 0 0'>{html.escape(c)}</{tag}>" for c in row)  # noqa: E731
+        header, *rows = self._rows()
+        body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
+        extra = "".join(f"<div>cannot be bitwise: {html.escape(r)}</div>" for r in self.reasons)
+        extra += "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return (
+            f"<div><b style='color:{colour}'>{self.verdict.upper()}</b>: {html.escape(self.why)}"
+            f"<div style='opacity:.7'>{html.escape(self.sides[0])} against {html.escape(self.sides[1])}</div>"
+            f"<table><tr>{cells(header, 'th')}</tr>{body}</table>{extra}</div>"
+        )
+
+
+def exact_match(
+    flow: Flow,
+    reference: Any,
+    hidden: Tensor,
+    *,
+    layers: Sequence[int] | None = None,
+    threads: int | None = None,
+    **kwargs: Any,
+) -> Match:
+    """Compare a flow with a local reference on ``hidden`` (batch, seq, hidden) and kwargs.
+
+    ``reference``: a Hugging Face model, or ``kf.stream(path)``. ``layers``: check each of these alone instead of the
+    whole flow. ``threads``: torch threads of the reference; by default the workers'. The reference runs the flow's own
+    cuts of the batch, since other shapes round otherwise.
+    """
+    from kwflow.models.reference import as_reference
+
+    local = as_reference(reference)
+    if layers is not None and not all(flow.start <= layer < flow.stop for layer in layers):
+        raise SpanError(f"layers={list(layers)} are not all in this flow's {flow.start}:{flow.stop}")
+    parts = [("hidden", flow)] if layers is None else [(f"layer {n}", flow[n : n + 1]) for n in layers]
+    outputs, reasons = [], list[str]()
+    with torch.no_grad():
+        plans = [one.plan(hidden, kwargs) for _, one in parts]
+        if threads is None:
+            theirs = {hop.hello["fingerprint"]["threads"] for plan in plans for hop in plan.route}
+            threads = min(theirs)
+        with threads_set(threads):
+            reasons = differences(plans, local, hidden)
+            for (name, one), plan in zip(parts, plans, strict=True):
+                ours, expected = one(hidden, **kwargs), _by_cuts(plan, local, hidden, local.dtype)
+                outputs.append(compare(name, ours, expected))
+                if layers is None and (flow.start, flow.stop) == (0, flow.ends.layers):
+                    outputs.append(compare("logits", flow.head(ours), flow.head(expected), top1=True))
+    sides = (repr(flow), f"{local.name}, {threads} thread{'s' if threads != 1 else ''}")
+    numbers = sum(ours.numel() for ours in [hidden]) * len(parts)
+    if all(c.bitwise for c in outputs):
+        return Match("bitwise", f"all bits are equal ({numbers:,} numbers per output)", tuple(outputs), (), None, sides)
+    gap = max(c.max_rel for c in outputs if c.name != "logits")
+    return _judge(parts, plans, local, hidden, kwargs, tuple(outputs), tuple(reasons), gap, sides)
+
+
+def stream(model: str | os.PathLike[str], dtype: Any = None) -> Any:
+    """A reference that reads a model's files and holds one layer at a time, for models larger than memory."""
+    from kwflow.models.reference import Stream
+
+    return Stream(model, dtype)
+
+
+def compare(name: str, ours: Tensor, expected: Tensor, *, top1: bool = False) -> Comparison:
+    """Bits, absolute and relative gap, units in the last place; NaN at the same places is equal."""
+    bitwise = ours.dtype == expected.dtype and torch.equal(_bits(ours), _bits(expected))
+    gap = (ours.double() - expected.double()).abs().nan_to_num(nan=0.0)
+    largest = expected.double().abs().nan_to_num(nan=0.0).max().item() if expected.numel() else 0.0
+    worst = gap.max().item() if gap.numel() else 0.0
+    if not torch.equal(ours.isnan(), expected.isnan()):
+        worst = float("inf")
+    agree = (ours.argmax(-1) == expected.argmax(-1)).double().mean().item() if top1 else None
+    relative = worst / largest if largest else worst
+    return Comparison(name, bitwise, worst, relative, _ulp(ours, expected), agree, tuple(ours.shape))
+
+
+def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
+    """Why the bits may differ: every part of the workers' fingerprints that is not the reference's."""
+    from kwflow.blocks import SpanSpec  # noqa: F401  (types)
+
+    here = {
+        "dtype": str(local.dtype).removeprefix("torch."),
+        "torch": str(torch.__version__),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+    }
+    found = []
+    for hop in {hop.peer: hop for plan in plans for hop in plan.route}.values():
+        theirs = hop.hello["fingerprint"]
+        for name, mine in here.items():
+            if theirs.get(name) != mine:
+                found.append(f"{name} {theirs.get(name)} on worker {hop.peer[-8:]}, {mine} here")
+        if theirs.get("block_fn"):
+            found.append(f"worker {hop.peer[-8:]} runs its own block_fn {theirs['block_fn']}")
+    if not hidden.is_contiguous():
+        found.append("hidden is not contiguous here; it arrives contiguous")
+    return found
+
+
+@contextmanager
+def threads_set(threads: int) -> Iterator[None]:
+    """Within, torch computes with this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _by_cuts(plan: Plan, local: Any, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    outs = []
+    for rows in plan.cuts:
+        bound, _ = plan.bound.part(rows, (plan.bound.start, plan.bound.stop))
+        outs.append(local.run(hidden[rows[0] : rows[1]].to(dtype), bound, dtype).to(hidden.dtype))
+    return torch.cat(outs)
+
+
+def _judge(
+    parts: Sequence[tuple[str, Flow]],
+    plans: Sequence[Plan],
+    local: Any,
+    hidden: Tensor,
+    kwargs: dict[str, Any],
+    outputs: tuple[Comparison, ...],
+    reasons: tuple[str, ...],
+    gap: float,
+    sides: tuple[str, str],
+) -> Match:
+    """Run both sides in float64: noise when the gap falls by 10^4 or more."""
+    wide, gaps = hidden.double(), []
+    known = f"; {reasons[0]}" if reasons else ""
+    try:
+        for (name, one), plan in zip(parts, plans, strict=True):
+            ours = one.options(dtype="float64")(wide, **kwargs)
+            gaps.append(compare(name, ours, _by_cuts(plan, local, wide, torch.float64)).max_rel)
+    except (KwflowError, RuntimeError) as error:
+        why = f"not bitwise (max rel {gap:.2g}){known}; a side refused float64: {str(error)[:120]}"
+        return Match("no fp64 verdict", why, outputs, reasons, None, sides)
+    fell = gap / max(gaps) if max(gaps) else float("inf")
+    note = (f"max rel {gap:.3g} in {str(local.dtype).removeprefix('torch.')}, {max(gaps):.3g} in float64",)
+    if fell >= NOISE_FALLS_BY:
+        why = f"rounding: in float64 the gap falls by {fell:.1e}{known}"
+        return Match("noise", why, outputs, reasons, max(gaps), sides, note)
+    why = f"the gap stays in float64 (max rel {gap:.2g} to {max(gaps):.2g}): the two sides compute different things{known}"
+    return Match("different", why, outputs, reasons, max(gaps), sides, note)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(sizes[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+def _ulp(ours: Tensor, expected: Tensor) -> float:
+    """The largest distance in representable numbers."""
+    if not ours.numel() or ours.dtype != expected.dtype or not ours.is_floating_point():
+        return 0.0
+    ordered = []
+    for tensor in (ours, expected):
+        bits = _bits(tensor).to(torch.int64)
+        lowest = -(1 << (8 * tensor.element_size() - 1))
+        ordered.append(torch.where(bits < 0, lowest - bits, bits))
+    return float((ordered[0].double() - ordered[1].double()).abs().max().item())

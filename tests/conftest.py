@@ -1,0 +1,31 @@
+"""Settings for every test: one torch thread, no network, a hypothesis profile. Fixtures that several files share."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for the processes that tests start
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network
+
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+# Runs are the same everywhere: a failing example is found again by running the test again. deadline: CPUs are shared.
+hypothesis.settings.register_profile("kwflow", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kwflow"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Bitwise tests compare with workers that run one thread (law 1)."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The embedded model's folder; the first use on a machine converts it (half a minute)."""
+    from kwflow.models.checkpoint import model_path
+
+    return model_path("smollm2-135m")
