@@ -22,19 +22,35 @@ _WHERE = {
 }
 _MODULES = ("errors", "verify")
 
-__all__ = ["__version__", *_WHERE, *_MODULES]
+__all__ = [
+    "AutoDistributedModelForCausalLM",
+    "Axes",
+    "__version__",
+    "axes",
+    "chain",
+    "connect",
+    "errors",
+    "load_blocks",
+    "local_swarm",
+    "model_path",
+    "per_layer",
+    "stream",
+    "verify",
+]
 
 if TYPE_CHECKING:
-    from kwflow import errors, verify
-    from kwflow.axes import Axes, axes
-    from kwflow.blocks import chain
-    from kwflow.connect import connect
-    from kwflow.kwargs import per_layer
-    from kwflow.models.auto import AutoDistributedModelForCausalLM
-    from kwflow.models.checkpoint import model_path
-    from kwflow.models.families import load_blocks
-    from kwflow.swarm.local import local_swarm
-    from kwflow.verify import stream
+    from kwflow import errors as errors
+    from kwflow import verify as verify
+    from kwflow.axes import Axes as Axes
+    from kwflow.axes import axes as axes
+    from kwflow.blocks import chain as chain
+    from kwflow.connect import connect as connect
+    from kwflow.kwargs import per_layer as per_layer
+    from kwflow.models.auto import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
+    from kwflow.models.checkpoint import model_path as model_path
+    from kwflow.models.families import load_blocks as load_blocks
+    from kwflow.swarm.local import local_swarm as local_swarm
+    from kwflow.verify import stream as stream
 
 
 def __getattr__(name: str) -> Any:

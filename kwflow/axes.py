@@ -84,12 +84,14 @@ def axes(tensor: Tensor, names: str) -> Axed:
         raise AxesError(f"kf.axes takes a torch.Tensor, got {type(tensor).__name__}")
     parsed = parse(names)
     if len(parsed) != tensor.dim():
-        raise AxesError(f"the axes {names!r} name {len(parsed)} dimensions, the tensor {describe(tensor)} has {tensor.dim()}")
+        raise AxesError(
+            f"the axes {names!r} name {len(parsed)} dimensions, the tensor {describe(tensor)} has {tensor.dim()}"
+        )
     return Axed(tensor, parsed)
 
 
 class Axes:
-    """The type of a block_fn's own kwarg: ``gain: kf.Axes["layer hidden"]``, or ``kf.Axes["layer hidden | hidden"]``."""
+    """The type of a block_fn's own kwarg: ``gain: kf.Axes["layer hidden"]``; ``|`` separates several forms."""
 
     def __init__(self, *signatures: str):
         self.signatures = signatures
@@ -113,9 +115,7 @@ def expansions(signature: str) -> list[Names]:
     >>> expansions("[batch] hidden")
     [('batch', 'hidden'), ('hidden',)]
     """
-    choices = [
-        ((name[1:-1],), ()) if name.startswith("[") else ((name,),) for name in parse(signature, optional=True)
-    ]
+    choices = [((name[1:-1],), ()) if name.startswith("[") else ((name,),) for name in parse(signature, optional=True)]
     return [tuple(itertools.chain(*pick)) for pick in itertools.product(*choices)]
 
 

@@ -87,7 +87,9 @@ class Block:
         prompts, steer = kwargs.get("prompts"), kwargs.get("steer")
         if prompts is not None:
             if call.token_position is None:
-                raise KwargError("prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one")
+                raise KwargError(
+                    "prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one"
+                )
             hidden = add_prompts(hidden, prompts, call.token_position)
         args = dict(call.layer_args) if call.cache is None else {**call.layer_args, self.cache_name: call.cache}
         if params is self.params:
@@ -178,8 +180,8 @@ def run(
         if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
             got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise BlockError(
-                f"the block_fn of layer {block.layer} returned {got} for a hidden of {hidden.dtype} {tuple(hidden.shape)}; "
-                f"a block returns what it got"
+                f"the block_fn of layer {block.layer} returned {got} for a hidden of {hidden.dtype} "
+                f"{tuple(hidden.shape)}; a block returns the shape and dtype that it got"
             )
         hidden = out
     return hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 import weakref
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 
 from kwflow import link
-from kwflow.errors import KwargError, ModelError, NoRoute, WorkerFailed
+from kwflow.errors import KwargError, KwflowError, ModelError, NoRoute, WorkerFailed
 from kwflow.flow import Flow, Hop
 from kwflow.kwargs import Schema
 from kwflow.swarm.routing import Serves, plan
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message
+
+log = logging.getLogger(__name__)
 
 BAN_SECONDS = 5.0  # doubled at each failure in a row
 
@@ -36,7 +39,8 @@ class KnownPeers:
         self.pool = link.Pool(transport)
         self.checkpoint = checkpoint
         self.last_failure: WorkerFailed | None = None
-        self._view, self._stop = view, stop
+        self._view = view
+        self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
         self._hellos: dict[str, dict[str, Any]] = {}
         self._banned: dict[str, tuple[float, int]] = {}  # peer -> until when, failures in a row
 
@@ -80,13 +84,20 @@ class KnownPeers:
             self._banned[error.peer] = (time.monotonic() + BAN_SECONDS * 2 ** (failures - 1), failures)
 
     def close(self) -> None:
-        link.run(self._aclose(), 10.0)
+        """Close every link; calling it again does nothing."""
+        self._ended()
 
-    async def _aclose(self) -> None:
-        await self.pool.aclose()
-        if self._stop is not None:
-            stop, self._stop = self._stop, None
+
+def _end(pool: link.Pool, stop: Callable[[], Awaitable[None]] | None) -> None:
+    async def end() -> None:
+        await pool.aclose()
+        if stop is not None:
             await stop()
+
+    try:
+        link.run(end(), 5.0)
+    except (TimeoutError, KwflowError, OSError, RuntimeError) as error:
+        log.info("closing links: %s", error)
 
 
 class _Here:
@@ -145,9 +156,7 @@ def connect(
             peers = [peers]
         checkpoint = Checkpoint(ends.folder).checkpoint_id()
         known = link.run(_join(ends.name, ends.layers, list(peers), checkpoint, timeout), timeout + 5.0)
-    flow = Flow(ends, known, (0, ends.layers))
-    weakref.finalize(known.pool, _forget, known._stop) if peers is not None else None
-    return flow
+    return Flow(ends, known, (0, ends.layers))
 
 
 async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeout: float) -> KnownPeers:
@@ -168,7 +177,3 @@ async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeo
         await node.stop()
 
     return KnownPeers(node, directory.view, checkpoint=checkpoint, stop=stop)
-
-
-def _forget(stop: Callable[[], Awaitable[None]] | None) -> None:
-    return None

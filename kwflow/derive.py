@@ -1,9 +1,9 @@
 """Derivatives through a remote function: one autograd.Function whose own derivatives apply it again.
 
-``remote_call`` is the unit. The Function's non-tensor argument holds a list of operations, ``[]`` for the value, then one entry per
-transform: ``{"vjp": inputs, "given": outputs}``, ``{"jvp": inputs}``, ``{"vmap": dims}``. Each rule of the Function
-(backward, jvp, vmap) applies it with one more entry, so autograd composes workers and any order works. ``evaluate``
-is the worker's side: it folds the same list around the pure function. Imports neither network nor transformers.
+``remote_call`` is the unit. The Function's non-tensor argument holds a list of operations, empty for the value, then
+one entry per transform: ``{"vjp": inputs, "given": outputs}``, ``{"jvp": inputs}``, ``{"vmap": dims}``. Each rule of
+the Function (backward, jvp, vmap) applies it with one more entry, so autograd composes workers and any order works.
+``evaluate`` is the worker's side: it folds the same list around the pure function. No network, no transformers.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class _Remote(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+        tensors, cotangents = ctx.saved_tensors, grad_outputs
         wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need and tensors[i].is_floating_point()]
         given = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
         grads: list[Tensor | None] = [None] * len(tensors)
@@ -84,14 +84,18 @@ class _Remote(torch.autograd.Function):
         return (None, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, _work: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+    def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor, ...]:
+        tangents = grad_inputs[1:]  # the first stands for the work
         moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
         inputs = [*ctx.saved_tensors, *(t for t in tangents if t is not None)]
         return tuple(_Remote.apply(ctx.work.then({"jvp": moving}), *inputs))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, work: _Work, *tensors: Tensor) -> Any:
-        outputs = _Remote.apply(_Work(work.perform, (*work.operations, {"vmap": list(in_dims[1:])}), work.present), *tensors)
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        work, *tensors = args
+        outputs = _Remote.apply(
+            _Work(work.perform, (*work.operations, {"vmap": list(in_dims[1:])}), work.present), *tensors
+        )
         return outputs, (0,) * len(outputs)
 
 
@@ -153,7 +157,7 @@ def _fold(fn: Callable[..., tuple[Tensor, ...]], operation: Operation) -> Callab
     def vjp(*inputs: Tensor) -> tuple[Tensor, ...]:
         given = operation["given"]
         function, primals = split(inputs, len(given))
-        _, pull = torch.func.vjp(lambda *x: tuple(function(*x)[i] for i in given), *primals)
+        pull: Any = torch.func.vjp(lambda *x: tuple(function(*x)[i] for i in given), *primals)[1]
         return pull(tuple(inputs[len(inputs) - len(given) :]))
 
     def jvp(*inputs: Tensor) -> tuple[Tensor, ...]:

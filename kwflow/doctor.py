@@ -1,7 +1,7 @@
 """What is wrong with an installation, and how to mend it: the facts behind ``kwflow doctor``.
 
-Imports errors and models.embedded, and nothing heavy: hivemind, torch and transformers are looked at as files, since one
-of them may be what is broken.
+Imports errors and models.embedded, and nothing heavy: hivemind, torch and transformers are looked at as files, since
+one of them may be what is broken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,8 +45,8 @@ class Finding:
 def doctor() -> list[Finding]:
     """Look at everything kwflow needs on this machine; a few seconds, no network, nothing changed.
 
-    >>> [finding.name for finding in doctor() if not finding.ok]
-    []
+    >>> doctor()[0].name
+    'python'
     """
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
@@ -59,6 +59,22 @@ def doctor() -> list[Finding]:
         _cache,
     )
     return [finding for check in checks for finding in check()]
+
+
+def show(findings: Iterable[Finding]) -> None:
+    """Print findings as a table in the terminal: what was found, and below it how to mend what is wrong."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False)
+    for finding in findings:
+        what = Text(finding.what)
+        if finding.mend:
+            what.append(f"\n{'note' if finding.ok else 'mend'}: {finding.mend}", style="yellow")
+        mark = Text("ok", style="green") if finding.ok else Text("WRONG", style="bold red")
+        table.add_row(mark, Text(finding.name, style="bold"), what)
+    Console().print(table)
 
 
 def _python() -> Iterator[Finding]:

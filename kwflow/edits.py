@@ -18,9 +18,7 @@ from kwflow.kwargs import Schema, Spec
 
 STEER = Spec(forms=(("[layer] [batch] [seq] hidden", ("float",)),), bare=False, by_layer=True)
 PROMPTS = Spec(forms=(("layer batch prefix hidden", ("float",)),))
-ATTENTION_MASK = Spec(
-    forms=(("batch key", ("int", "bool")), ("batch head seq key", ("bool", "float"))), group="call"
-)
+ATTENTION_MASK = Spec(forms=(("batch key", ("int", "bool")), ("batch head seq key", ("bool", "float"))), group="call")
 POSITION_IDS = Spec(forms=(("batch seq", ("int",)),), group="call")
 
 EVERYWHERE = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER}
@@ -38,7 +36,7 @@ def add_steer(hidden_BSD: Tensor, steer: Axed) -> Tensor:
 
 
 def add_prompts(hidden_BSD: Tensor, prompts: Axed, token_position_BS: Tensor) -> Tensor:
-    """Add prompt ``p`` of (batch, prefix, hidden) where the token position is ``p``; pads and later tokens keep theirs."""
+    """Add prompt ``p`` of (batch, prefix, hidden) where the token position is ``p``; pads and later tokens stay."""
     prompts_BPD = prompts.tensor.to(hidden_BSD.dtype)
     if prompts_BPD.shape[1] == 0:
         return hidden_BSD

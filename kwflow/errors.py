@@ -1,7 +1,7 @@
 """Every error that kwflow raises, in three kinds: the caller's, the worker's, the swarm's.
 
-The kind decides what happens next (DESIGN laws 5-7): a caller's error is raised at once and nobody is blamed; a worker's
-is tried elsewhere; the swarm's says that no worker is left. Errors cross the wire by name. Imports nothing of kwflow.
+The kind decides what happens next: a caller's error is raised at once and nobody is blamed; a worker's is tried
+elsewhere; the swarm's says that no worker is left. Errors cross the wire by name. Imports nothing of kwflow.
 """
 
 from __future__ import annotations
@@ -83,6 +83,12 @@ class NoRoute(KwflowError):
     kind = "swarm"
 
 
+class DeadlineError(KwflowError, TimeoutError):
+    """A call that did not end within its deadline (``flow.options(timeout=)``, 300 s by default)."""
+
+    kind = "swarm"
+
+
 _BY_NAME: dict[str, type[KwflowError]] = {}
 
 
@@ -102,7 +108,7 @@ def to_wire(error: BaseException, **where: Any) -> dict[str, Any]:
 
 
 def from_wire(said: Mapping[str, Any], *, peer: str) -> KwflowError:
-    """Rebuild a remote error: the same kwflow type where there is one, else ``WorkerFailed`` with the original's name."""
+    """Rebuild a remote error: the same kwflow type where there is one, else ``WorkerFailed`` with its name."""
     kind, name, message = str(said.get("kind")), str(said.get("type")), str(said.get("message"))
     span = said.get("span")
     layers = f" on layers {span[0]}:{span[1]}" if isinstance(span, list) and len(span) == 2 else ""

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from kwflow import link
 from kwflow.axes import Axed, describe, part, part_adjoint
 from kwflow.derive import Operations, Perform, remote_call
-from kwflow.errors import KwargError, ShapeError, SpanError, UnsupportedError, WorkerFailed
+from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError, WorkerFailed
 from kwflow.kwargs import Bound, Schema, Span, Spec, bind_kwargs, is_wrapped
 from kwflow.wire import Message
 
@@ -116,7 +116,9 @@ class Flow:
         start = self.start if layers.start is None else layers.start
         stop = self.stop if layers.stop is None else layers.stop
         if not (isinstance(start, int) and isinstance(stop, int) and self.start <= start < stop <= self.stop):
-            raise SpanError(f"flow[{start}:{stop}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)")
+            raise SpanError(
+                f"flow[{start}:{stop}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)"
+            )
         return Flow(self.ends, self.peers, (start, stop), self._options)
 
     def options(self, **changes: Any) -> Flow:
@@ -138,11 +140,11 @@ class Flow:
 
     # ---- calls
 
-    def __call__(self, hidden: Tensor, /, **kwargs: Any) -> Tensor:
+    def __call__(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """Run the layers on ``hidden`` (batch, seq, hidden) with kwargs; returns the residual before the final norm.
 
-        Raises UnknownKwarg, KwargError, ShapeError, AxesError, SpanError before anything is sent; WorkerFailed or
-        NoRoute by ``options(timeout=)``.
+        Raises UnknownKwarg, KwargError, ShapeError, AxesError, SpanError before anything is sent; WorkerFailed,
+        NoRoute or DeadlineError by ``options(timeout=)``.
         """
         plan = self.plan(hidden, kwargs)
         tensors = (hidden, *plan.bound.tensors)
@@ -151,10 +153,11 @@ class Flow:
         if any(is_wrapped(t) for t in tensors) or _in_forward_mode(tensors):
             return plan.by_spans(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            tensors = tuple(t.clone() if t.is_inference() else t for t in tensors)  # those cannot be saved for backward
             return _FlowCall.apply(plan, *tensors)  # type: ignore[no-any-return]
         return plan.run(plan.forward(tensors))[0]
 
-    async def acall(self, hidden: Tensor, /, **kwargs: Any) -> Tensor:
+    async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """The async form of a call, from any event loop; without gradients."""
         if torch.is_grad_enabled() and any(
             t.requires_grad for t in (hidden, *kwargs.values()) if isinstance(t, Tensor)
@@ -163,15 +166,22 @@ class Flow:
         return await asyncio.wrap_future(link.submit(self._acall(hidden, kwargs)))
 
     async def _acall(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-        async with asyncio.timeout(self._options.timeout):
-            plan = await self._plan(hidden, kwargs)
-            if hidden.numel() == 0:
-                return hidden.clone()
-            return (await plan.forward((hidden, *plan.bound.tensors)))[0]
+        seconds = self._options.timeout
+        try:
+            async with asyncio.timeout(seconds):
+                plan = await self._plan(hidden, kwargs)
+                if hidden.numel() == 0:
+                    return hidden.clone()
+                return (await plan.forward((hidden, *plan.bound.tensors)))[0]
+        except TimeoutError as error:
+            raise DeadlineError(f"a call of layers {self.start}:{self.stop} did not end in {seconds:g} s") from error
 
     def plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
         """Route and bind one call, without running it."""
-        return link.run(self._plan(hidden, kwargs), self._options.timeout)
+        return self._wait(self._plan(hidden, kwargs))
+
+    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return wait(work, self._options.timeout, f"a call of layers {self.start}:{self.stop}")
 
     async def _plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
         check_hidden(hidden, self.ends.hidden_size)
@@ -185,10 +195,10 @@ class Flow:
     # ---- the client's own part of the model
 
     def inputs(self, texts: str | Sequence[str] | Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
-        """Embed texts, token ids or a tokenizer's output: ``hidden``, ``attention_mask`` and, where taken, ``position_ids``.
+        """Embed texts, token ids or a tokenizer's output: the arguments of a call, ``flow(**flow.inputs("Hello"))``.
 
-        Texts of different lengths are padded on the left. Positions count unmasked tokens, as ``generate`` does; the
-        values are the first three arguments of a call: ``flow(**flow.inputs(["Hello"]))``.
+        ``hidden``, ``attention_mask`` and, where the family's blocks take them, ``position_ids``. Texts of different
+        lengths are padded on the left. Positions count unmasked tokens, as ``generate`` does.
         """
         ids, mask = token_ids(self.ends, texts)
         positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
@@ -197,11 +207,11 @@ class Flow:
 
     def kwargs(self) -> dict[str, Spec]:
         """The kwargs that some of this flow's layers take beside attention_mask and position_ids."""
-        route = link.run(self.peers.route(*self.span, self._options.peers_blocked), self._options.timeout)
+        route = self._wait(self.peers.route(*self.span, self._options.peers_blocked))
         return {n: spec for hop in route for n, spec in hop.schema.kwargs.items() if spec.group != "call"}
 
     def embed(self, input_ids: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
-        """Token ids (batch, seq) to hidden (batch, seq, hidden), learned positions included where the family has them."""
+        """Token ids (batch, seq) to hidden (batch, seq, hidden), with learned positions where the family has them."""
         return self.ends.embed(input_ids, position_ids)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -238,9 +248,11 @@ class Plan:
     options: Options
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return link.run(work, self.options.timeout)
+        return wait(work, self.options.timeout, f"a call of layers {self.bound.start}:{self.bound.stop}")
 
-    async def send(self, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+    async def send(
+        self, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """One request to one worker. ``tensors``: hidden, the kwargs', then what the operations add."""
         meta = {"op": "run", "span": [hop.start, hop.stop]}
         if operations:
@@ -279,7 +291,7 @@ class Plan:
     async def backward(
         self, cotangent: Tensor, needed: Sequence[bool], boundaries: Sequence[Sequence[Tensor]]
     ) -> list[Tensor | None]:
-        """Gradients of hidden and every kwarg tensor; each worker recomputes its span and is asked only for what is needed."""
+        """Gradients of hidden and every kwarg tensor; each worker recomputes its span, asked for what is needed."""
         turn = asyncio.Semaphore(IN_FLIGHT)
 
         async def one(number: int) -> list[tuple[int, Tensor]]:
@@ -298,7 +310,9 @@ class Plan:
                     operation = {"vjp": wanted, "given": [0]}
                     found = await self.send(hop, bound, (operation,), [boundaries[number][at], *bound.tensors, back])
                     if len(found) != len(wanted):
-                        raise WorkerFailed(f"{len(found)} gradients for {len(wanted)} inputs", peer=hop.peer, span=hop.span)
+                        raise WorkerFailed(
+                            f"{len(found)} gradients for {len(wanted)} inputs", peer=hop.peer, span=hop.span
+                        )
                     answer = dict(zip(wanted, found, strict=True))
                     for i in leaves:
                         grad = answer[1 + i]
@@ -362,7 +376,8 @@ class _FlowCall(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+        (cotangent,) = grad_outputs
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
         if cotangent is None:
             return (None, *(None for _ in tensors))
@@ -391,7 +406,9 @@ def bind(route: Sequence[Hop], span: Span, kwargs: Mapping[str, Any], sizes: Map
 def check_hidden(hidden: Any, width: int) -> None:
     """Raise ShapeError or KwargError unless hidden is a float tensor (batch, seq, width)."""
     if not isinstance(hidden, Tensor):
-        raise KwargError(f"hidden is a {type(hidden).__name__}; give a tensor (batch, seq, {width}), as flow.inputs makes")
+        raise KwargError(
+            f"hidden is a {type(hidden).__name__}; give a tensor (batch, seq, {width}), as flow.inputs makes"
+        )
     if hidden.dim() != 3 or hidden.shape[2] != width:
         raise ShapeError(f"hidden is {describe(hidden)}; these blocks take (batch, seq, {width})")
     if not hidden.is_floating_point():
@@ -423,6 +440,14 @@ def token_ids(ends: Ends, texts: str | Sequence[str] | Mapping[str, Tensor] | Te
     if ids.dim() != 2 or ids.is_floating_point() or mask.shape != ids.shape:
         raise ShapeError(f"token ids are {describe(ids)} and the mask {describe(mask)}; both are int (batch, seq)")
     return ids, mask
+
+
+def wait(work: Coroutine[Any, Any, Any], timeout: float, what: str) -> Any:
+    """Run on the network thread and wait here. Raises DeadlineError."""
+    try:
+        return link.run(work, timeout)
+    except TimeoutError as error:
+        raise DeadlineError(f"{what} did not end in {timeout:g} s (flow.options(timeout=…))") from error
 
 
 def _in_forward_mode(tensors: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ class KV:
     """Keys and values of layers ``[start, stop)``: per layer two tensors (batch, kv_head, max_length, head_dim)."""
 
     def __init__(self, start: int, stop: int, max_length: int):
-        self.max_length = max_length
+        self.span, self.max_length = (start, stop), max_length
         self._layers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(start, stop))
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -23,21 +23,22 @@ class KV:
         stop = start + keys.shape[2]
         held = self._layers[layer]
         if held is None:
-            held = tuple(x.new_empty(*x.shape[:2], self.max_length, x.shape[3]) for x in (keys, values))  # type: ignore[assignment]
-            assert held is not None
-            self._layers[layer] = held
+            held = self._layers[layer] = self._room(keys), self._room(values)
         for store, new in zip(held, (keys, values), strict=True):
             store[:, :, start:stop] = new
         return held[0][:, :, :stop], held[1][:, :, :stop]
+
+    def _room(self, like: Tensor) -> Tensor:
+        return like.new_empty(*like.shape[:2], self.max_length, like.shape[3])
 
     def reorder(self, rows: Tensor, length: int) -> None:
         """Take rows in another order (a beam reorder); only the first ``length`` columns are kept."""
         for layer, held in self._layers.items():
             if held is not None:
-                fresh = tuple(x.new_empty(len(rows), *x.shape[1:]) for x in held)
+                fresh = self._room(held[0][rows, :, :0]), self._room(held[1][rows, :, :0])
                 for new, old in zip(fresh, held, strict=True):
                     new[:, :, :length] = old[:, :, :length].index_select(0, rows)
-                self._layers[layer] = fresh  # type: ignore[assignment]
+                self._layers[layer] = fresh
 
 
 class StepCache:

@@ -2,8 +2,8 @@
 
     raw kwargs --bind--> Bound --part(rows, span)--> Bound on the wire --for_layer--> one block's kwargs
 
-A ``Schema`` says what blocks take; workers announce theirs in ``hello``. A ``Bound`` is flat: tensors, the axes of each,
-and the structure around them, so that autograd sees plain tensors and the wire plain JSON. Imports no torch.nn.
+A ``Schema`` says what blocks take; workers announce theirs in ``hello``. A ``Bound`` is flat: tensors, the axes of
+each, and the structure around them, so that autograd sees plain tensors and the wire plain JSON. No torch.nn.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Schema:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        kwargs = {name: {**vars(spec), "forms": [[s, list(k)] for s, k in spec.forms]} for name, spec in self.kwargs.items()}
+        kwargs = {
+            name: {**vars(spec), "forms": [[s, list(k)] for s, k in spec.forms]} for name, spec in self.kwargs.items()
+        }
         return {"kwargs": kwargs, "sizes": dict(self.sizes), "refused": dict(self.refused)}
 
     @classmethod
@@ -63,9 +65,11 @@ class Schema:
         known = Spec.__dataclass_fields__  # a newer worker may say more; what is not known here is left out
         kwargs = {}
         for name, spec in said["kwargs"].items():
-            spec = {key: tuple(value) if isinstance(value, list) else value for key, value in spec.items() if key in known}
-            spec["forms"] = tuple((signature, tuple(kinds)) for signature, kinds in spec.get("forms", ()))
-            kwargs[name] = Spec(**spec)
+            spec = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in spec.items() if key in known
+            }
+            forms = tuple((signature, tuple(kinds)) for signature, kinds in spec.pop("forms", ()))
+            kwargs[name] = replace(Spec(forms=forms), **spec)
         return cls(kwargs, said["sizes"], said["refused"])
 
 
@@ -87,7 +91,9 @@ def per_layer(entries: Sequence[Mapping[str, Any] | None] | Mapping[int, Mapping
     out: dict[str, dict[int, Any]] = {}
     for layer, kwargs in items:
         if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise KwargError(f"kf.per_layer takes a dict of kwargs for each layer, got {type(kwargs).__name__} for {layer}")
+            raise KwargError(
+                f"kf.per_layer takes a dict of kwargs for each layer, got {type(kwargs).__name__} for {layer}"
+            )
         for name, value in (kwargs or {}).items():
             out.setdefault(name, {})[layer] = value
     return {name: PerLayer(values, count) for name, values in out.items()}
@@ -121,7 +127,9 @@ class Bound:
     def part(self, rows: Span | None, span: Span) -> tuple[Bound, list[int]]:
         """The part for some rows and layers, and which of the leaves it has."""
         keep = [
-            i for i, leaf in enumerate(self.leaves) if not isinstance(leaf.group, int) or span[0] <= leaf.group < span[1]
+            i
+            for i, leaf in enumerate(self.leaves)
+            if not isinstance(leaf.group, int) or span[0] <= leaf.group < span[1]
         ]
         tensors = [self.cut(self.tensors[i], i, rows, span) for i in keep]
         groups = {g: s for g, s in self.groups.items() if not isinstance(g, int) or span[0] <= g < span[1]}
@@ -157,7 +165,7 @@ class Bound:
         call = self.group("call")
         if name not in call:
             return self
-        kept, skeleton = trees.flatten({key: value for key, value in call.items() if key != name})
+        kept, skeleton = _flatten({key: value for key, value in call.items() if key != name})
         others = [i for i, leaf in enumerate(self.leaves) if leaf.group != "call"]
         whats = [leaf.what for leaf in self.leaves if leaf.group == "call" and leaf.what != name]
         leaves = [Leaf(leaf.axes, "call", what) for leaf, what in zip(kept, whats, strict=True)]
@@ -199,7 +207,13 @@ class Bound:
 
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a torch.func transform holds this tensor, so that its values cannot be looked at."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _flatten(tree: Any) -> tuple[list[Axed], Any]:
+    """Split a tree whose tensors all have axes."""
+    leaves, skeleton = trees.flatten(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Axed)], skeleton
 
 
 def bind_kwargs(
@@ -240,15 +254,17 @@ def bind_kwargs(
     for group, values in found.items():
         bound = {}
         for name, value in values.items():
-            schema = next(s for (a, b), s in schemas if (not isinstance(group, int) or a <= group < b) and name in s.kwargs)
+            schema = next(
+                s for (a, b), s in schemas if (not isinstance(group, int) or a <= group < b) and name in s.kwargs
+            )
             what = f"{name}[{group}]" if isinstance(group, int) else name
             known = {**schema.sizes, **sizes, "layer": layer_count}
             bound[name] = _bind_value(what, value, schema.kwargs[name], known, own_layer=isinstance(group, int))
         for name, value in bound.items():
-            mine, _ = trees.flatten(value)
+            mine, _ = _flatten(value)
             what = f"{name}[{group}]" if isinstance(group, int) else name
             leaves += [Leaf(leaf.axes, group, what) for leaf in mine]
-        mine, groups[group] = trees.flatten(bound)
+        mine, groups[group] = _flatten(bound)
         tensors += [leaf.tensor for leaf in mine]
     return Bound(*span, groups, tuple(leaves), tuple(tensors))
 
@@ -294,7 +310,9 @@ def _need(name: str, schemas: Sequence[tuple[Span, Schema]], addressed: Span, sp
         )
 
 
-def _refuse_missing(schemas: Sequence[tuple[Span, Schema]], span: Span, found: Mapping[Group, Mapping[str, Any]]) -> None:
+def _refuse_missing(
+    schemas: Sequence[tuple[Span, Schema]], span: Span, found: Mapping[Group, Mapping[str, Any]]
+) -> None:
     everywhere = {name for group, values in found.items() if not isinstance(group, int) for name in values}
     for (a, b), schema in schemas:
         for name, spec in schema.kwargs.items():
@@ -302,7 +320,9 @@ def _refuse_missing(schemas: Sequence[tuple[Span, Schema]], span: Span, found: M
                 continue
             without = [n for n in range(max(a, span[0]), min(b, span[1])) if name not in found.get(n, {})]
             if without:
-                raise KwargError(f"layers {without} need {name!r} ({spec.says()}): the worker's block_fn has no default")
+                raise KwargError(
+                    f"layers {without} need {name!r} ({spec.says()}): the worker's block_fn has no default"
+                )
 
 
 def _by_layer(name: str, given: PerLayer, span: Span) -> dict[int, Any]:

@@ -27,10 +27,14 @@ DIAL_SECONDS = 5.0
 class Channel(Protocol):
     """One long-lived exchange with one worker: one request at a time."""
 
-    peer: str
-    bytes_sent: int
-    bytes_received: int
-    closed: bool
+    @property
+    def peer(self) -> str: ...
+    @property
+    def bytes_sent(self) -> int: ...
+    @property
+    def bytes_received(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
 
     async def __call__(self, request: Message) -> Message:
         """Send a request and wait for its reply. Raises WorkerFailed on EOF, silence or broken bytes."""

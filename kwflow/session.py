@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from kwflow import link
 from kwflow.axes import describe
-from kwflow.errors import SessionError, ShapeError, WorkerFailed
-from kwflow.flow import Flow, Hop, bind, check_hidden, check_reply, token_ids
+from kwflow.errors import DeadlineError, SessionError, ShapeError, WorkerFailed
+from kwflow.flow import Flow, Hop, bind, check_hidden, check_reply, token_ids, wait
 from kwflow.kwargs import Bound, is_wrapped
 from kwflow.wire import Message
 
@@ -49,8 +50,9 @@ class Session:
         self._channels: list[link.Channel] = []
         self._running: concurrent.futures.Future[Tensor] | None = None
         self._turn = threading.Lock()
+        self._freed = weakref.finalize(self, _free, self._channels)
 
-    def step(self, hidden: Tensor, /, **kwargs: Any) -> Tensor:
+    def step(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """Append ``hidden`` (batch, seq, hidden) to the session and return the layers' output for it.
 
         kwargs as in a call. ``attention_mask`` covers all columns so far, these included. An interrupted step did not
@@ -65,13 +67,16 @@ class Session:
             timeout = self.flow._options.timeout
             if not self._route:
                 blocked = self.flow._options.peers_blocked
-                self._route = link.run(self.flow.peers.route(*self.flow.span, blocked), timeout)
+                self._route = wait(self.flow.peers.route(*self.flow.span, blocked), timeout, "a step")
             bound, mask, positions = self._bind(hidden, kwargs, repeats)
             if hidden.numel() == 0:
                 return hidden.clone()
             self._settle(timeout)
             self._running = link.submit(self._send(hidden.detach(), bound))
-            out = self._running.result(timeout)  # an interrupt leaves it running; the next step waits for it
+            try:
+                out = self._running.result(timeout)  # an interrupt leaves it running; the next step waits for it
+            except TimeoutError as error:
+                raise DeadlineError(f"a step did not end in {timeout:g} s (flow.options(timeout=…))") from error
             self._running = None
             self.position += hidden.shape[1]
             self.batch = hidden.shape[0]
@@ -123,21 +128,14 @@ class Session:
 
     def close(self) -> None:
         """Free the keys and values on the workers. A closed session takes no step."""
-        if not self.closed:
-            self.closed = True
-            for channel in self._channels:
-                link.submit(channel.aclose())
-            self._channels = []
+        self.closed = True
+        self._freed()
 
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if not getattr(self, "closed", True):
-            self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else f"columns {self.position} of {self.max_length}"
@@ -156,7 +154,9 @@ class Session:
                 f"columns {self.position}:{self.position + hidden.shape[1]} do not fit max_length {self.max_length}"
             )
 
-    def _bind(self, hidden: Tensor, kwargs: Mapping[str, Any], repeats: int) -> tuple[Bound, Tensor | None, Tensor | None]:
+    def _bind(
+        self, hidden: Tensor, kwargs: Mapping[str, Any], repeats: int
+    ) -> tuple[Bound, Tensor | None, Tensor | None]:
         """The step's kwargs for the wire, and the mask and last positions to remember when it succeeds."""
         batch, seq, _ = hidden.shape
         start, stop = self.position, self.position + seq
@@ -232,3 +232,9 @@ class Session:
             out = reply.tree[0] if isinstance(reply.tree, list) and len(reply.tree) == 1 else None
             hidden = check_reply(out, hidden, hop)
         return hidden
+
+
+def _free(channels: list[link.Channel]) -> None:
+    """Close a session's channels, which frees its keys and values there."""
+    while channels:
+        link.submit(channels.pop().aclose())

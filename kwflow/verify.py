@@ -77,7 +77,11 @@ class Match:
 
     def _repr_html_(self) -> str:
         colour = "#1a7f37" if self.bitwise else "#0969da" if self else "#cf222e"
-        cells = lambda row, tag: "".join(f"<{tag} style='text-align:left;padding:0 1em 0 0'>{html.escape(c)}</{tag}>" for c in row)  # noqa: E731
+
+        def cells(row: Sequence[str], tag: str) -> str:
+            style = "text-align:left;padding:0 1em 0 0"
+            return "".join(f"<{tag} style='{style}'>{html.escape(cell)}</{tag}>" for cell in row)
+
         header, *rows = self._rows()
         body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
         extra = "".join(f"<div>cannot be bitwise: {html.escape(r)}</div>" for r in self.reasons)
@@ -114,8 +118,7 @@ def exact_match(
     with torch.no_grad():
         plans = [one.plan(hidden, kwargs) for _, one in parts]
         if threads is None:
-            theirs = {hop.hello["fingerprint"]["threads"] for plan in plans for hop in plan.route}
-            threads = min(theirs)
+            threads = min(int(hop.hello["fingerprint"]["threads"]) for plan in plans for hop in plan.route)
         with threads_set(threads):
             reasons = differences(plans, local, hidden)
             for (name, one), plan in zip(parts, plans, strict=True):
@@ -153,8 +156,6 @@ def compare(name: str, ours: Tensor, expected: Tensor, *, top1: bool = False) ->
 
 def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     """Why the bits may differ: every part of the workers' fingerprints that is not the reference's."""
-    from kwflow.blocks import SpanSpec  # noqa: F401  (types)
-
     here = {
         "dtype": str(local.dtype).removeprefix("torch."),
         "torch": str(torch.__version__),
@@ -219,7 +220,7 @@ def _judge(
     if fell >= NOISE_FALLS_BY:
         why = f"rounding: in float64 the gap falls by {fell:.1e}{known}"
         return Match("noise", why, outputs, reasons, max(gaps), sides, note)
-    why = f"the gap stays in float64 (max rel {gap:.2g} to {max(gaps):.2g}): the two sides compute different things{known}"
+    why = f"the gap stays in float64 (max rel {gap:.2g} to {max(gaps):.2g}), so the sides compute other things{known}"
     return Match("different", why, outputs, reasons, max(gaps), sides, note)
 
 

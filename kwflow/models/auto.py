@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kwflow.errors import KwargError, SessionError, UnknownKwarg, UnsupportedError, did_you_mean
+from kwflow.errors import KwargError, UnknownKwarg, UnsupportedError, did_you_mean
 from kwflow.flow import Flow, Options
 from kwflow.kwargs import PerLayer
 from kwflow.models.checkpoint import Checkpoint
@@ -60,14 +60,12 @@ class StandIn(nn.Module):
         return (out, None) if self.tuples else out
 
 
-def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None, cls: type | None = None) -> nn.Module:
+def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None) -> Any:
     """The family's CausalLM with a stand-in for its layers: embeddings, final norm and head are read, frozen."""
     config, folder = read_config(model)
     family, target = family_of(config), resolve_dtype(dtype, config)
     config.num_hidden_layers = 1
     shell = skeleton(config)
-    if cls is not None:
-        shell.__class__ = cls
     base = getattr(shell, shell.base_model_prefix)
     setattr(base, family.layers, nn.ModuleList([StandIn(family.tuples)]))
     checkpoint = Checkpoint(folder)
@@ -267,8 +265,8 @@ class Distributed:
             new = setting("max_new_tokens", None)
             total = prompt + new if new is not None else max(setting("max_length", 20), prompt + 1)
             repeats = max(setting("num_beams", 1), setting("num_return_sequences", 1))
-            mine = self.flow.session(total + 1)
-            given[cache_name] = RemoteCache(mine, repeats)
+            session = mine = self.flow.session(total + 1)
+            given[cache_name] = RemoteCache(session, repeats)
         token = _kwargs.set(own)
         try:
             return super().generate(*args, **given)  # type: ignore[misc]
@@ -352,14 +350,14 @@ class AutoDistributedModelForCausalLM:
         flow = connect(model, peers=initial_peers, dtype=dtype) if flow is None else flow
         ends = flow.ends
         if not isinstance(ends, ModelEnds):
-            raise SessionError("the flow was not made by kf.connect")
-        shell = ends.shell
+            raise KwargError("flow= takes what kf.connect returns")
+        shell: Any = ends.shell
         if not isinstance(shell, Distributed):
             hf = type(shell)
             shell.__class__ = distributed(hf)
         from transformers import GenerationConfig
 
         if os.path.exists(os.path.join(ends.folder, "generation_config.json")):
-            shell.generation_config = GenerationConfig.from_pretrained(ends.folder)
-        shell.flow = flow.options(**options) if options else flow  # type: ignore[union-attr]
+            setattr(shell, "generation_config", GenerationConfig.from_pretrained(ends.folder))  # noqa: B010
+        shell.flow = flow.options(**options) if options else flow
         return shell

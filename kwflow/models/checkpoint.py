@@ -29,22 +29,23 @@ HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 
 
 def model_path(model: str | os.PathLike[str]) -> Path:
-    """Find a model's folder in Hugging Face layout: a local folder, a hub id, or the embedded model by name.
+    """Find a model's folder in Hugging Face layout: the embedded model, a local folder, or a hub id.
 
-        model_path("smollm2-135m")             # ~/.cache/kwflow/models/smollm2-135m-…, made once (half a minute)
-        model_path("./my-model")               # the folder itself, after a look for config.json and safetensors
-        model_path("HuggingFaceTB/SmolLM-135M")  # huggingface_hub's cache; downloaded when it is not there
+    >>> folder = model_path("smollm2-135m")  # converted once (half a minute) into kwflow's cache folder
+    >>> model_path(folder) == folder  # a local folder is looked at and returned
+    True
 
-    What the hub's cache holds is used as it is, without asking the network whether there is something newer.
-    Raises ModelError with what to do.
+    A hub id such as ``"HuggingFaceTB/SmolLM2-135M"`` is looked up in huggingface_hub's cache, which is used as it is,
+    without asking the network for something newer; what is not there is downloaded, .bin files never.
+    Returns an absolute path. Raises ModelError, which says what to do.
     """
     name = os.fspath(model)
     if name in EMBEDDED:
         return embedded_model(name)
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name and folder.is_dir():
         return check_folder(folder.absolute())
-    if folder.exists():
+    if name and folder.exists():
         raise ModelError(f"{name!r} is a file; a model is a folder with {CONFIG} and *.safetensors")
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
         return _hub_folder(name)
@@ -62,14 +63,23 @@ def check_folder(folder: Path) -> Path:
 
 
 def layer_count(model: str | os.PathLike[str]) -> int:
-    """Count the decoder layers that a model's config declares, without reading weights."""
+    """Count the decoder layers that a model's config declares, without reading weights.
+
+    >>> layer_count("smollm2-135m")
+    30
+    """
     folder = model_path(model)
     config = read_json(folder / CONFIG)
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         count = config.get(key)
         if isinstance(count, int) and count > 0:
             return count
-    raise ModelError(f"{folder / CONFIG} (model_type {config.get('model_type')!r}) declares no number of layers")
+    nested = (
+        "; its decoder is nested, and only models that are one decoder are served" if "text_config" in config else ""
+    )
+    raise ModelError(
+        f"{folder / CONFIG} (model_type {config.get('model_type')!r}) declares no number of layers{nested}"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -101,12 +111,13 @@ def _hub_folder(repo: str) -> Path:
         if (folder / CONFIG).is_file():
             files = {WEIGHTS} if not (folder / INDEX).is_file() else set(_index(folder).values())
             folder = fetch(small + sorted(files))
-    except (OSError, ValueError) as error:  # huggingface_hub's own errors are both
+        return check_folder(folder)
+    except Exception as error:  # huggingface_hub raises its own, httpx's and the system's: for the caller they are one
+        why = (str(error).splitlines() or ["no reason given"])[0]
         raise ModelError(
-            f"no model {repo!r}: not a folder here, not in the hub's cache, and the hub gave none "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}).{did_you_mean(repo, EMBEDDED)}"
+            f"no model {repo!r}: not a folder here, not whole in the hub's cache, and the hub gave none "
+            f"({type(error).__name__}: {why}).{did_you_mean(repo, EMBEDDED)}"
         ) from error
-    return check_folder(folder)
 
 
 # ---------------------------------------------------------------- tensors
@@ -122,9 +133,10 @@ class _Entry(NamedTuple):
 class Checkpoint:
     """The tensors of a model folder, read one by one; opening it reads the index or one header, no data.
 
-        ckpt = Checkpoint(model_path("smollm2-135m"))
-        params = ckpt.read([name for name in ckpt.names() if name.startswith("model.layers.3.")])
-        ckpt.bytes_read        # bytes of tensor data read so far, headers not counted
+    >>> ckpt = Checkpoint(model_path("smollm2-135m"))
+    >>> params = ckpt.read(name for name in ckpt.names() if name.startswith("model.layers.3."))
+    >>> len(params), ckpt.bytes_read  # bytes of tensor data read so far; headers are not counted
+    (9, 14160384)
 
     Shards that are not needed are not opened, so they need not be there. Raises ModelError for a missing or torn file.
     """
@@ -134,7 +146,7 @@ class Checkpoint:
         self.bytes_read = 0
         self._headers: dict[str, dict[str, _Entry]] = {}
         files = _files(self.folder)
-        self._file_of = _index(self.folder) if len(files) > 1 else {name: files[0] for name in self._header(files[0])}
+        self._file_of = _index(self.folder) if len(files) > 1 else dict.fromkeys(self._header(files[0]), files[0])
 
     def names(self) -> tuple[str, ...]:
         """Every tensor's name, sorted."""
@@ -155,7 +167,7 @@ class Checkpoint:
                     for name in wanted:
                         entry, tensor = self._where(name)[1], handle.get_tensor(name)
                         self.bytes_read += entry.stop - entry.start
-                        found[name] = tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
+                        found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"cannot read {self.folder / file}: {error}") from error
         return {name: found[name] for name in names}

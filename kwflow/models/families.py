@@ -69,10 +69,8 @@ def causal_mask(config: Any, hidden: Tensor, attention_mask: Tensor | None, past
         return torch.zeros_like(attention_mask, dtype=hidden.dtype).masked_fill(~attention_mask, lowest)
     from transformers.masking_utils import create_causal_mask
 
-    cache_name = cache_argument(create_causal_mask)
-    return create_causal_mask(
-        config=config, inputs_embeds=hidden, attention_mask=attention_mask, **{cache_name: Past(past)}
-    )
+    cache: Any = {cache_argument(create_causal_mask): Past(past)}
+    return create_causal_mask(config=config, inputs_embeds=hidden, attention_mask=attention_mask, **cache)
 
 
 def cache_argument(function: Callable[..., Any]) -> str:
@@ -83,7 +81,8 @@ def cache_argument(function: Callable[..., Any]) -> str:
 
 def rotary(config: Any, base: nn.Module) -> Prepare:
     """Rotary families: a causal mask, and cos/sin of the positions."""
-    embed: Any = type(base.rotary_emb)(config=config)
+    kind: Any = type(base.rotary_emb)
+    embed = kind(config=config)
 
     def prepare(
         hidden: Tensor, *, attention_mask: Tensor | None, position_ids: Tensor | None, past: int
@@ -112,7 +111,7 @@ def learned(config: Any, base: nn.Module) -> Prepare:
 
 def alibi(config: Any, base: nn.Module) -> Prepare:
     """ALiBi (Press et al. 2022): a bias that follows the mask."""
-    build = base.build_alibi_tensor
+    build: Any = base.build_alibi_tensor
     heads = config.num_attention_heads
 
     def prepare(
@@ -130,7 +129,7 @@ def alibi(config: Any, base: nn.Module) -> Prepare:
 
 
 class TanhGelu(nn.Module):
-    """Bloom's gelu in the same arithmetic as transformers' BloomGelu, whose autograd.Function torch.func cannot take."""
+    """Bloom's gelu, in the arithmetic of transformers' BloomGelu, whose autograd.Function torch.func cannot take."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
@@ -195,7 +194,7 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     return getattr(torch, str(dtype))
 
 
-def skeleton(config: Any) -> nn.Module:
+def skeleton(config: Any) -> Any:
     """The family's CausalLM without memory for its weights."""
     from transformers import AutoModelForCausalLM
 
@@ -242,8 +241,8 @@ def load_span(
 ) -> SpanSpec:
     """Read layers ``[start, stop)`` of a model, and no other tensor, as a SpanSpec."""
     config, folder = read_config(model)
-    family, layers = family_of(config), config.num_hidden_layers
-    start, stop = 0 if start is None else start, layers if stop is None else stop
+    family, layers = family_of(config), int(config.num_hidden_layers)
+    start, stop = start or 0, layers if stop is None else stop
     if not 0 <= start < stop <= layers:
         raise SpanError(f"layers {start}:{stop} of a model that has layers 0:{layers}")
     target = resolve_dtype(dtype, config)
@@ -279,9 +278,9 @@ def load_span(
     return SpanSpec(start, stop, tuple(blocks), taken, identity)
 
 
-def config_attention(model: nn.Module) -> str:
+def config_attention(model: Any) -> str:
     """The attention implementation that transformers chose for this model."""
-    return str(model.config._attn_implementation)  # type: ignore[union-attr]
+    return str(model.config._attn_implementation)
 
 
 def load_blocks(

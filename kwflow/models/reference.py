@@ -112,5 +112,6 @@ def as_reference(reference: Any) -> Reference:
     if isinstance(reference, nn.Module) and hasattr(reference, "config"):
         return HuggingFace(reference)
     raise KwargError(
-        f"the reference is a {type(reference).__name__}; give a Hugging Face model, or kf.stream(path) to hold one layer at a time"
+        f"the reference is a {type(reference).__name__}; give a Hugging Face model, or kf.stream(path), "
+        f"which holds one layer at a time"
     )

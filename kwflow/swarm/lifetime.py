@@ -18,11 +18,11 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from kwflow.errors import to_wire
@@ -110,20 +110,20 @@ class Child:
     """A process in its own session that lives no longer than this one: the end of its stdin is its end.
 
     Down the pipe go length-prefixed messages (``send``); back comes one line of JSON (``report``); stderr, and
-    whatever is printed, goes to ``log``.
+    whatever is printed, goes to a file without a name (``log``), so that no file is left either.
     """
 
-    def __init__(self, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None):
-        self.log = log
-        with log.open("wb") as sink:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sink,
-                start_new_session=True,
-                env={**os.environ, **(env or {})},
-            )
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None):
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - can be read for as long as this object is there
+        weakref.finalize(self, self._log.close)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+            env={**os.environ, **(env or {})},
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         self.pid, self._down, self._up = self._process.pid, self._process.stdin, self._process.stdout
         os.set_blocking(self._down.fileno(), False)
@@ -168,10 +168,15 @@ class Child:
             raise ChildFailed(f"process {self.pid} ended with exit code {self._process.wait(timeout=5.0)}")
         return None
 
+    def log(self, size: int = 1 << 20) -> str:
+        """The last ``size`` bytes of what the child has printed; also after its end."""
+        # pread: the child writes at the same file's offset
+        data = os.pread(self._log.fileno(), size, max(0, os.fstat(self._log.fileno()).st_size - size))
+        return data.decode(errors="replace")
+
     def last_words(self, lines: int = 12) -> str:
-        """The end of the child's log."""
-        text = self.log.read_bytes()[-16384:].decode(errors="replace").strip().splitlines()[-lines:]
-        return "\n".join(["--- the last lines of its stderr:", *text])
+        """The last lines that the child has printed."""
+        return "\n".join(["--- the last lines of its log:", *self.log(16384).strip().splitlines()[-lines:]])
 
     def pause(self) -> None:
         """Stop the child and its p2pd (SIGSTOP). A stopped process sees no end of its pipe, so a shell waits for it."""

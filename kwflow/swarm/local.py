@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, Self
 
 from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
@@ -28,12 +25,12 @@ Span = tuple[int, int]
 
 
 class LocalWorker:
-    """One worker process of a local swarm: ``span``, ``peer`` (its id), ``addrs``, ``pid``, ``log`` (its stderr)."""
+    """One worker process of a local swarm: ``span``, ``peer`` (its id), ``addrs``, ``pid``."""
 
     def __init__(self, child: Child, span: Span):
         self.child, self.span = child, span
         self.peer, self.addrs = "", []
-        self.pid, self.log = child.pid, child.log
+        self.pid = child.pid
 
     @property
     def alive(self) -> bool:
@@ -43,6 +40,10 @@ class LocalWorker:
     @property
     def paused(self) -> bool:
         return self.child.paused
+
+    def log(self) -> str:
+        """What it has printed, to stdout or stderr."""
+        return self.child.log()
 
     def __repr__(self) -> str:
         state = "paused" if self.paused else "alive" if self.alive else "dead"
@@ -56,8 +57,7 @@ class LocalSwarm:
         self.model, self.workers = model, list[LocalWorker]()
         self._command, self._function, self._timeout = list(command), function, timeout
         self._env = {**same_imports(), "OMP_NUM_THREADS": str(threads)}
-        self._folder = Path(tempfile.mkdtemp(prefix="kwflow-swarm-"))
-        self._close = weakref.finalize(self, _close, self.workers, self._folder)  # at exit too
+        self._close = weakref.finalize(self, _close, self.workers)  # at exit too
         disown_in_forks(self)
 
     @property
@@ -88,8 +88,7 @@ class LocalSwarm:
 
     def _spawn(self, span: Span) -> LocalWorker:
         command = [*self._command, "--blocks", f"{span[0]}:{span[1]}", "--supervised"]
-        log = self._folder / f"worker-{len(os.listdir(self._folder))}.log"
-        return LocalWorker(Child(command, log=log, env=self._env), span)
+        return LocalWorker(Child(command, env=self._env), span)
 
     def _introduce(self, new: Sequence[LocalWorker], deadline: float) -> None:
         """Let all load at once; the first in the swarm gets no addresses to join, the others get its."""
@@ -215,7 +214,6 @@ def _explain(worker: LocalWorker, error: ChildFailed) -> Exception:
     return from_wire({**error.said, "message": message, "span": list(worker.span)}, peer=str(worker.pid))
 
 
-def _close(workers: list[LocalWorker], folder: Path) -> None:
+def _close(workers: list[LocalWorker]) -> None:
     for worker in workers:
         worker.child.end()
-    shutil.rmtree(folder, ignore_errors=True)

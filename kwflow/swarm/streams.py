@@ -202,8 +202,12 @@ async def answer_stream(
     try:
         refused = await _receive(reader, requests, limits)
         if refused is not None:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
             await send(dumps(Message({"error": to_wire(refused)})))
-            async with asyncio.timeout(STALLED_SECONDS):  # the reply would be lost if we closed before it is read
+            writer.write_eof()
+            async with asyncio.timeout(STALLED_SECONDS):  # what is not drained would reset the stream, reply and all
                 while await reader.read(BUFFER_BYTES):
                     pass
     except OSError:

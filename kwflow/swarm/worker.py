@@ -23,7 +23,17 @@ from kwflow import __version__
 from kwflow.axes import describe
 from kwflow.blocks import SpanSpec, precision, run, upcast
 from kwflow.derive import evaluate
-from kwflow.errors import KwargError, KwflowError, SessionError, ShapeError, SpanError, UnsupportedError, WorkerFailed, to_wire
+from kwflow.errors import (
+    BudgetError,
+    KwargError,
+    KwflowError,
+    SessionError,
+    ShapeError,
+    SpanError,
+    UnsupportedError,
+    WorkerFailed,
+    to_wire,
+)
 from kwflow.kv import KV
 from kwflow.kwargs import Bound, check_bound
 from kwflow.wire import PROTOCOL, Message
@@ -38,6 +48,8 @@ class Compute:
     """One thread that runs tensor work by priority, first come first served within one."""
 
     def __init__(self) -> None:
+        # OpenMP keeps the number of threads by thread: this one's is fixed here, whatever others set later
+        self.threads = torch.get_num_threads()
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._number = itertools.count()
         self._thread = threading.Thread(target=self._serve, name="kwflow-compute", daemon=True)
@@ -50,6 +62,7 @@ class Compute:
         return await asyncio.wrap_future(future)
 
     def _serve(self) -> None:
+        torch.set_num_threads(self.threads)
         while True:
             _, _, job = self._queue.get()
             if job is None:
@@ -94,7 +107,9 @@ class Session:
 class Served:
     """A span that is served: makes a Connection for each channel that a client opens."""
 
-    def __init__(self, spec: SpanSpec, *, model: str = "", kv_bytes: int = DEFAULT_KV_BYTES, batch_tokens: int = 1 << 16):
+    def __init__(
+        self, spec: SpanSpec, *, model: str = "", kv_bytes: int = DEFAULT_KV_BYTES, batch_tokens: int = 1 << 16
+    ):
         self.spec, self.model = spec, model
         self.limits = {"kv_bytes": kv_bytes, "batch_tokens": batch_tokens}
         self.compute = Compute()
@@ -113,7 +128,7 @@ class Served:
             "dtype": str(spec.dtype).removeprefix("torch."),
             "schema": spec.schema.to_json(),
             "limits": self.limits,
-            "fingerprint": fingerprint(spec),
+            "fingerprint": fingerprint(spec, self.compute.threads),
             "layers": spec.identity.get("layers", []),
         }
 
@@ -128,14 +143,14 @@ class Served:
         return batch * max_length * layers * 2 * sizes["kv_head"] * sizes["head_dim"] * item
 
 
-def fingerprint(spec: SpanSpec) -> dict[str, Any]:
+def fingerprint(spec: SpanSpec, threads: int) -> dict[str, Any]:
     """What must be equal on both sides for bitwise equal values (DESIGN law 1)."""
     return {
         "checkpoint": spec.identity.get("checkpoint", ""),
         "dtype": str(spec.dtype).removeprefix("torch."),
         "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "attention": spec.identity.get("attention", ""),
         "block_fn": spec.identity.get("block_fn", ""),
     }
@@ -252,8 +267,12 @@ class ClientConnection:
                 )
             served.kv_used += size
             self.session = Session(KV(start, stop, max_length), batch, size)
+        if (start, stop) != self.session.kv.span:
+            raise SessionError(f"the session is of layers {self.session.kv.span}, the step of {start}:{stop}")
         if batch != self.session.batch:
-            raise SessionError(f"the session has {self.session.batch} rows, the step {batch}; reorder(ids) changes rows")
+            raise SessionError(
+                f"the session has {self.session.batch} rows, the step {batch}; reorder(ids) changes rows"
+            )
         return self.session
 
     def _reorder(self, session: Session, rows: Tensor, length: int) -> None:
@@ -265,14 +284,21 @@ class ClientConnection:
 
     def _span(self, meta: Mapping[str, Any]) -> tuple[int, int]:
         start, stop = meta["span"]
-        if not (isinstance(start, int) and isinstance(stop, int) and self.served.spec.start <= start < stop <= self.served.spec.stop):
-            raise SpanError(f"layers {start}:{stop} are not all on this worker, which serves {self.served.spec.start}:{self.served.spec.stop}")
+        if not (
+            isinstance(start, int)
+            and isinstance(stop, int)
+            and self.served.spec.start <= start < stop <= self.served.spec.stop
+        ):
+            raise SpanError(
+                f"layers {start}:{stop} are not all on this worker, which serves "
+                f"{self.served.spec.start}:{self.served.spec.stop}"
+            )
         return start, stop
 
     def _limit(self, hidden: Tensor) -> None:
         tokens = hidden.numel() // max(1, self.served.spec.schema.sizes["hidden"])
         if tokens > self.served.limits["batch_tokens"]:
-            raise WorkerFailed(f"{tokens} tokens in one request; this worker takes {self.served.limits['batch_tokens']}")
+            raise BudgetError(f"{tokens} tokens in one request; this worker takes {self.served.limits['batch_tokens']}")
 
 
 def check_hidden(hidden: Tensor, spec: SpanSpec) -> None:

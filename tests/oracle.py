@@ -1,0 +1,122 @@
+"""What tests compare with: the Hugging Face model with plain hooks, and comparisons that raise.
+
+Nothing of kwflow computes here: prompts and steer are written again, row by row.
+"""
+
+# B batch, S seq, P prefix, D hidden
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCE = {  # (rtol, atol): max|a - b| <= atol + rtol * max|b| for each tensor
+    torch.float64: (1e-10, 1e-12),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+}
+
+
+def assert_close(ours: Tensor, expected: Tensor, what: str = "", *, small: bool = False) -> None:
+    """Raise unless equal within the table, and unless there is something to compare (``small`` allows all zeros)."""
+    assert isinstance(ours, Tensor) and isinstance(expected, Tensor), f"{what}: {type(ours)} against {type(expected)}"
+    assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype), f"{what}: {ours.shape} {ours.dtype}"
+    rtol, atol = TOLERANCE[expected.dtype]
+    assert not expected.isnan().any(), f"{what}: the reference has NaN"
+    largest = expected.detach().abs().max().item() if expected.numel() else 0.0
+    assert small or largest > 1e-3, f"{what}: the reference is all but zero ({largest}): nothing is compared"
+    gap = (ours.detach().double() - expected.detach().double()).abs().max().item() if expected.numel() else 0.0
+    assert gap <= atol + rtol * largest, f"{what}: gap {gap:.3g}, largest {largest:.3g}"
+
+
+def assert_bits(ours: Tensor, expected: Tensor, what: str = "") -> None:
+    """Raise unless equal to the bit (NaN too, and the sign of zero)."""
+    assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype), f"{what}: {ours.shape} {ours.dtype}"
+    a, b = (t.detach().contiguous().view(torch.uint8) if t.numel() else t for t in (ours, expected))
+    if not torch.equal(a, b):
+        gap = (ours.detach().double() - expected.detach().double()).abs().max().item()
+        raise AssertionError(f"{what}: not the same bits, gap {gap:.3g}")
+
+
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    base: Any = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
+    return base.layers if hasattr(base, "layers") else base.h
+
+
+def with_prompts(hidden_BSD: Tensor, prompts: Tensor, mask_BS: Tensor | None) -> Tensor:
+    """Add prompt p (of 1 or B rows, P, D) to each row's p-th unmasked column."""
+    rows = []
+    for row, columns in enumerate(hidden_BSD):
+        own = prompts[row if len(prompts) > 1 else 0]
+        count, out = 0, []
+        for column, value in enumerate(columns):
+            there = mask_BS is None or bool(mask_BS[row if len(mask_BS) > 1 else 0, column])
+            out.append(value + own[count].to(value.dtype) if there and count < len(own) else value)
+            count += there
+        rows.append(torch.stack(out))
+    return torch.stack(rows)
+
+
+def residual(
+    model: nn.Module,
+    hidden: Tensor,
+    *,
+    steer: Mapping[int, Tensor] | None = None,
+    prompts: Mapping[int, Tensor] | None = None,
+    gain: Mapping[int, Tensor] | None = None,
+    cache: Any = None,
+    columns: int = 0,
+    **call: Any,
+) -> Tensor:
+    """The residual before the final norm, by the model's own forward on a hidden given to its first layer.
+
+    ``steer``: added after the layer, broadcasts to (batch, seq, hidden). ``gain``: what the layer adds is multiplied.
+    """
+    base: Any = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
+    layers, seen, hooks, entered = layers_of(model), [], [], {}
+    mask = call.get("attention_mask")
+    mask = mask if mask is not None and mask.dim() == 2 else None
+
+    def before(number: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> Any:
+            value = hidden if number == 0 else args[0]
+            entered[number] = value
+            if number in (prompts or {}):
+                value = with_prompts(value, prompts[number], mask)  # type: ignore[index]
+            return (value, *args[1:])
+
+        return hook
+
+    def after(number: int) -> Any:
+        def hook(_: nn.Module, __: Any, out: Any) -> Any:
+            value = out[0] if isinstance(out, tuple) else out
+            if number in (gain or {}):
+                value = entered[number] + gain[number].to(value.dtype) * (value - entered[number])  # type: ignore[index]
+            if number in (steer or {}):
+                value = value + steer[number].to(value.dtype)  # type: ignore[index]
+            seen.append(value)
+            return (value, *out[1:]) if isinstance(out, tuple) else value
+
+        return hook
+
+    for number, layer in enumerate(layers):
+        hooks.append(layer.register_forward_pre_hook(before(number)))
+        hooks.append(layer.register_forward_hook(after(number)))
+    if cache is not None:
+        call["past_key_values" if not _says_cache(base) else "cache"] = cache
+    try:
+        # use_cache: without one, transformers reads position_ids that jump as packed sequences
+        base(inputs_embeds=torch.zeros_like(hidden, requires_grad=False), use_cache=True, **call)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen[-1]
+
+
+def _says_cache(base: nn.Module) -> bool:
+    import inspect
+
+    return "cache" in inspect.signature(base.forward).parameters
