@@ -8,8 +8,8 @@ transformers here: ``kwflow.models`` builds the SpanSpecs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -160,23 +160,16 @@ def run(
     given = bound.group("call")
     mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
     mask = attention_mask if mask is None else mask
-    prepared = blocks[0].prepare(hidden, attention_mask=mask, position_ids=positions, past=past)
+    if mask is not None and mask.dim() == 2:
+        mask = mask.expand(hidden.shape[0], -1)  # one row stands for all; transformers wants each
+    with _explained("preparing", blocks[0].layer, hidden, bound):
+        prepared = blocks[0].prepare(hidden, attention_mask=mask, position_ids=positions, past=past)
     where = token_positions(mask, past, hidden.shape[1], hidden.device)
     call = Call(prepared, where, None if kv is None else StepCache(kv, past))
     for block, own in zip(blocks, params, strict=True):
-        kwargs = bound.for_layer(block.layer)
-        try:
-            out = block.apply(own, hidden, call, kwargs)
-        except KwflowError:
-            raise
-        except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            who = "block" if block.custom is None else f"block_fn {block.custom.__name__!r}"
-            raise BlockError(
-                f"{who} of layer {block.layer} raised {type(error).__name__}: {error} "
-                f"(hidden {tuple(hidden.shape)}; {bound.describe() or 'no kwargs'})"
-            ) from error
+        who = "block" if block.custom is None else f"block_fn {block.custom.__name__!r}"
+        with _explained(who, block.layer, hidden, bound):
+            out = block.apply(own, hidden, call, bound.for_layer(block.layer))
         if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
             got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise BlockError(
@@ -185,6 +178,22 @@ def run(
             )
         hidden = out
     return hidden
+
+
+@contextmanager
+def _explained(who: str, layer: int, hidden: Tensor, bound: Bound) -> Iterator[None]:
+    """What fails here fails on every worker: a BlockError, with the layer and the shapes."""
+    try:
+        yield
+    except KwflowError:
+        raise
+    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise BlockError(
+            f"{who} of layer {layer} raised {type(error).__name__}: {error} "
+            f"(hidden {tuple(hidden.shape)}; {bound.describe() or 'no kwargs'})"
+        ) from error
 
 
 def chain(blocks: Sequence[Block]) -> Callable[..., Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import signal
 import sys
@@ -82,10 +83,8 @@ def swarm(
         for one in local.workers:
             print(f"layers {one.span[0]}:{one.span[1]}  pid {one.pid}  {one.addrs[0]}", flush=True)
         print(f"\nkf.connect({model!r}, peers=[{local.peers[0]!r}])\nInterrupt to end.", flush=True)
-        try:
-            signal.sigwait({signal.SIGINT, signal.SIGTERM})
-        except KeyboardInterrupt:
-            pass
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
 
 
 @app.command()

@@ -31,7 +31,7 @@ class Comparison:
     bitwise: bool
     max_abs: float
     max_rel: float  # against the reference's largest magnitude
-    ulp: float  # units in the last place, at most
+    ulp: tuple[float, float]  # units in the last place: median, most (numbers near zero have small units)
     top1: float | None = None  # share of positions whose most likely token agrees (logits only)
     shape: tuple[int, ...] = ()
 
@@ -56,10 +56,10 @@ class Match:
         return self.verdict in ("bitwise", "noise")
 
     def _rows(self) -> list[list[str]]:
-        rows = [["output", "shape", "bitwise", "max abs", "max rel", "ulp", "top-1"]]
+        rows = [["output", "shape", "bitwise", "max abs", "max rel", "ulp median/max", "top-1"]]
         for c in self.outputs:
             top = "" if c.top1 is None else f"{c.top1:.1%}"
-            numbers = [f"{c.max_abs:.3g}", f"{c.max_rel:.3g}", f"{c.ulp:.3g}"]
+            numbers = [f"{c.max_abs:.3g}", f"{c.max_rel:.3g}", f"{c.ulp[0]:.3g}/{c.ulp[1]:.3g}"]
             rows.append([c.name, "×".join(map(str, c.shape)), "yes" if c.bitwise else "no", *numbers, top])
         return rows
 
@@ -229,13 +229,14 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(sizes[tensor.element_size()]) if tensor.is_floating_point() else tensor
 
 
-def _ulp(ours: Tensor, expected: Tensor) -> float:
-    """The largest distance in representable numbers."""
+def _ulp(ours: Tensor, expected: Tensor) -> tuple[float, float]:
+    """The distance in representable numbers: median and largest."""
     if not ours.numel() or ours.dtype != expected.dtype or not ours.is_floating_point():
-        return 0.0
+        return 0.0, 0.0
     ordered = []
     for tensor in (ours, expected):
         bits = _bits(tensor).to(torch.int64)
         lowest = -(1 << (8 * tensor.element_size() - 1))
         ordered.append(torch.where(bits < 0, lowest - bits, bits))
-    return float((ordered[0].double() - ordered[1].double()).abs().max().item())
+    distance = (ordered[0].double() - ordered[1].double()).abs()
+    return distance.median().item(), distance.max().item()

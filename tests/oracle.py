@@ -68,17 +68,20 @@ def residual(
     prompts: Mapping[int, Tensor] | None = None,
     gain: Mapping[int, Tensor] | None = None,
     cache: Any = None,
-    columns: int = 0,
     **call: Any,
 ) -> Tensor:
     """The residual before the final norm, by the model's own forward on a hidden given to its first layer.
 
-    ``steer``: added after the layer, broadcasts to (batch, seq, hidden). ``gain``: what the layer adds is multiplied.
+    ``steer``: added after the layer, broadcasts to (batch, seq, hidden). ``gain``: what all of this adds is multiplied.
     """
     base: Any = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
     layers, seen, hooks, entered = layers_of(model), [], [], {}
-    mask = call.get("attention_mask")
-    mask = mask if mask is not None and mask.dim() == 2 else None
+    given = call.get("attention_mask")
+    mask = given if given is not None and given.dim() == 2 else None
+    build = getattr(base, "build_alibi_tensor", None)
+    if build is not None and mask is None and given is not None:  # bloom does not know a 4-D mask: columns count
+        columns = torch.ones(len(hidden), given.shape[3], dtype=torch.long)
+        base.build_alibi_tensor = lambda _, heads, dtype: build(columns, heads, dtype=dtype)
 
     def before(number: int) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -93,10 +96,10 @@ def residual(
     def after(number: int) -> Any:
         def hook(_: nn.Module, __: Any, out: Any) -> Any:
             value = out[0] if isinstance(out, tuple) else out
-            if number in (gain or {}):
-                value = entered[number] + gain[number].to(value.dtype) * (value - entered[number])  # type: ignore[index]
             if number in (steer or {}):
                 value = value + steer[number].to(value.dtype)  # type: ignore[index]
+            if number in (gain or {}):
+                value = entered[number] + gain[number].to(value.dtype) * (value - entered[number])  # type: ignore[index]
             seen.append(value)
             return (value, *out[1:]) if isinstance(out, tuple) else value
 
@@ -111,6 +114,7 @@ def residual(
         # use_cache: without one, transformers reads position_ids that jump as packed sequences
         base(inputs_embeds=torch.zeros_like(hidden, requires_grad=False), use_cache=True, **call)
     finally:
+        base.__dict__.pop("build_alibi_tensor", None)
         for hook in hooks:
             hook.remove()
     return seen[-1]

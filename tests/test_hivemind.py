@@ -345,6 +345,15 @@ def test_defaults_are_closed(swarm: LocalSwarm, client: Node) -> None:
     assert all(addr.startswith("/ip4/127.0.0.1/tcp/") for worker in swarm.workers for addr in worker.addrs)
 
 
+def test_a_port_in_use_is_refused(swarm: LocalSwarm) -> None:
+    port = int(swarm.workers[0].addrs[0].split("/")[4])
+    before = sockets(os.getpid())
+    for listen, said in (("127.0.0.1", f"port {port}"), ("not-an-address", "not-an-address")):
+        with pytest.raises(KwargError, match=said):
+            run(Node.start(own_session=True, listen=listen, port=port), 20)
+    assert sockets(os.getpid()) == before
+
+
 # ---- the directory ---------------------------------------------------------------------------------------------------
 
 

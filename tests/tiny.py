@@ -98,6 +98,18 @@ def huggingface(family: str, dtype: torch.dtype = torch.float32, stored: torch.d
 
 
 @functools.cache
+def derivable(family: str) -> nn.Module:
+    """The reference in float64; bloom's gelu in plain torch ops, since torch.func cannot take its autograd.Function."""
+    model = huggingface(family, torch.float64)
+    if family == "bloom":
+        from transformers.models.bloom import modeling_bloom
+
+        for layer in model.transformer.h:  # type: ignore[union-attr]
+            layer.mlp.gelu_impl.forward = modeling_bloom.bloom_gelu_forward
+    return model
+
+
+@functools.cache
 def span(family: str, start: int, stop: int, dtype: torch.dtype = torch.float32) -> SpanSpec:
     return load_span(folder(family, stored(dtype)), start, stop, dtype=dtype)
 

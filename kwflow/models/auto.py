@@ -32,6 +32,7 @@ from kwflow.models.families import (
     tensor_prefix,
 )
 from kwflow.session import Session
+from kwflow.tree import flatten
 
 Bridge = Callable[[Tensor, Mapping[str, Any]], Tensor]
 _bridge: ContextVar[Bridge] = ContextVar("kwflow_bridge")
@@ -209,7 +210,8 @@ class Distributed:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the Hugging Face class's, and any kwarg that the blocks take.
 
-        Under grad, or without a cache, a plain differentiable call; with ``use_cache=True`` a session.
+        A plain differentiable call; with ``use_cache=True``, and nothing that requires grad, a session, which the
+        output's cache stands for.
         """
         own, given = self._take_kwargs(kwargs)
         bound = inspect.signature(super().forward).bind(*args, **given)  # type: ignore[misc]
@@ -223,7 +225,7 @@ class Distributed:
         mask, wants_cache = call.pop("attention_mask", None), call.pop("use_cache", None)
         if cache is not None and not isinstance(cache, RemoteCache):
             raise KwargError(f"{cache_name} is a {type(cache).__name__}; give the cache that this model returned")
-        if cache is None and wants_cache and not torch.is_grad_enabled():
+        if cache is None and wants_cache and not self._differentiates([*own.values(), call.get("inputs_embeds")]):
             length = min(getattr(self.config, "max_position_embeddings", None) or 2048, 2048)  # type: ignore[attr-defined]
             cache = RemoteCache(self.flow.session(length))
         own = {**(_kwargs.get() or {}), **own}
@@ -274,6 +276,14 @@ class Distributed:
             _kwargs.reset(token)
             if mine is not None and not given.get("return_dict_in_generate"):
                 mine.close()
+
+    def _differentiates(self, values: Sequence[Any]) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        inner = [v.values if isinstance(v, PerLayer) else v for v in values]
+        leaves = [leaf for value in inner for leaf in flatten(value)[0]]
+        tensors = [leaf if isinstance(leaf, Tensor) else leaf.tensor for leaf in leaves]
+        return any(t.requires_grad for t in (*tensors, *self.parameters()))  # type: ignore[attr-defined]
 
     def _take_kwargs(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Split off what the blocks take: it must not reach transformers, which drops or repeats it."""

@@ -58,12 +58,14 @@ class HuggingFace:
         self.family = family_of(model.config)
 
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
-        model = self.model if dtype == self.dtype else copy.deepcopy(self.model).to(dtype)
+        model = self.model if dtype == self.dtype else _upcast(self.model, dtype)
         base = getattr(model, model.base_model_prefix)
         layers = getattr(base, self.family.layers)
         if bound.stop > len(layers):
             raise SpanError(f"{self.name} has {len(layers)} layers, the flow asks for {bound.start}:{bound.stop}")
         call = {name: leaf.tensor for name, leaf in bound.group("call").items()}
+        if (mask := call.get("attention_mask")) is not None and mask.dim() == 2:
+            call["attention_mask"] = mask.expand(hidden.shape[0], -1)
         where = token_positions(call.get("attention_mask"), 0, hidden.shape[1], hidden.device)
         seen: list[Tensor] = []
         hooks = []
@@ -103,6 +105,14 @@ class HuggingFace:
             for hook in hooks:
                 hook.remove()
         return seen[0]
+
+
+def _upcast(model: nn.Module, dtype: torch.dtype) -> Any:
+    """A copy with its parameters in another precision, as a worker upcasts them; buffers (rotary) stay."""
+    wide = copy.deepcopy(model)
+    for parameter in wide.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return wide
 
 
 def as_reference(reference: Any) -> Reference:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,7 +25,6 @@ from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from kwflow.errors import KwargError, KwflowError, NoRoute, WorkerFailed
 from kwflow.link import DIAL_SECONDS, Accept
-from kwflow.swarm.lifetime import disown_in_forks
 from kwflow.swarm.p2pd import Daemon
 from kwflow.swarm.streams import BUFFER_BYTES, SILENCE_SECONDS, StreamChannel, answer_stream
 from kwflow.wire import LIMITS, Limits
@@ -50,7 +50,6 @@ class Node:
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[Any]] = set()
         self._opened: weakref.WeakSet[StreamChannel] = weakref.WeakSet()
-        disown_in_forks(self)
 
     @classmethod
     async def start(
@@ -68,7 +67,8 @@ class Node:
         """Start p2pd and join the DHT (measured: 0.4 s).
 
         A client listens nowhere and stores nothing for others. Only ``public`` asks for UPnP, relays and auto-NAT.
-        Raises NoRoute when peers are given and none of them answers, KwflowError when p2pd does not start.
+        Raises NoRoute when peers are given and none answers, KwargError when it cannot listen as told, KwflowError when
+        p2pd does not start.
         """
         contacts = [parse_peer(peer) for peer in initial_peers]
         options = {name: int(public) for name in ("natPortMap", "autonat", "relay", "autoRelay")}
@@ -78,6 +78,7 @@ class Node:
             options["noListenAddrs"] = 1
         else:
             options["hostAddrs"] = f"/ip{6 if ':' in listen else 4}/{listen}/tcp/{port}"
+            _check_free(listen, port)
         daemon = Daemon(str(files("hivemind.hivemind_cli") / "p2pd"), options, own_session=own_session)
         p2p = None
         try:
@@ -208,13 +209,15 @@ class Node:
         await self._p2p.shutdown()
         await self._daemon.stop()
 
-    def forked(self) -> None:
-        # P2P.__del__ would unlink the parent's sockets and cancel tasks of a loop that does not run here.
-        _forked_clients.append(self._p2p._client)
-        self._p2p._client = self._p2p._client_listen_maddr = None
 
-
-_forked_clients: list[Any] = []  # kept in a forked child, so that their __del__ never runs
+def _check_free(host: str, port: int) -> None:
+    """libp2p shares a port that is in use (SO_REUSEPORT), and each of the two then gets some of the other's clients."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise KwargError(f"cannot listen on {host}, port {port}: {error}") from error
 
 
 def parse_peer(peer: str) -> tuple[str, Multiaddr]:

@@ -114,7 +114,7 @@ class Child:
     """
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None):
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - can be read for as long as this object is there
+        self._log = tempfile.TemporaryFile()
         weakref.finalize(self, self._log.close)
         self._process = subprocess.Popen(
             command,

@@ -19,6 +19,9 @@ from typing import Any, Self
 from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
 from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_imports
 
+# NOTE [template] each worker imports for itself (10 s of CPU with its weights, all workers at once). Forks of a process
+# that has imported everything would start in a fraction, but not safely: numpy's and scipy's BLAS start threads when they
+# are imported, and macOS's frameworks do not survive a fork.
 READY_SECONDS = 120.0
 
 Span = tuple[int, int]

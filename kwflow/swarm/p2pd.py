@@ -34,7 +34,7 @@ class Daemon:
         sweep()
         name = f"{SOCKETS}{os.getpid()}-{secrets.token_hex(4)}"
         self.control, self.handler = f"{name}-p2pd.sock", f"{name}-kwflow.sock"
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as p2pd
+        self._log = tempfile.TemporaryFile()
         command = [program, f"-listen=/unix{self.control}", *(f"-{key}={value}" for key, value in options.items())]
         # NOTE [Popen] not asyncio.create_subprocess_exec: its child watchers depend on the thread that runs the loop,
         # and hivemind's own start leaves p2pd in the caller's group, where an interrupt in Jupyter kills it.
@@ -61,7 +61,8 @@ class Daemon:
             if not self.alive or time.monotonic() > deadline:
                 self._log.seek(0)
                 said = self._log.read()[-500:].decode(errors="replace").strip()
-                raise OSError(f"p2pd did not start in {timeout:g} s (exit code {self._process.poll()}): {said}")
+                code = self._process.poll()
+                raise OSError(f"{f'no answer in {timeout:g} s' if code is None else f'exit code {code}'}: {said}")
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:

@@ -174,9 +174,8 @@ class ClientConnection:
             return await operations[name](request)
         except KwflowError as error:
             return Message({"error": to_wire(error, span=request.meta.get("span"))})
-        except (TypeError, ValueError, KeyError, IndexError, RuntimeError, MemoryError) as error:
-            said = to_wire(error, span=request.meta.get("span"))
-            return Message({"error": said})
+        except Exception as error:  # noqa: BLE001  reported to the client, whatever it is
+            return Message({"error": to_wire(error, span=request.meta.get("span"))})
 
     def close(self) -> None:
         self.closed = True
@@ -212,7 +211,13 @@ class ClientConnection:
                 return run(blocks, params, hidden.to(dtype), bound.with_tensors(leaves)).to(hidden.dtype)
 
             with precision(dtype):
-                return list(evaluate(fn, operations, tensors))
+                try:
+                    return list(evaluate(fn, operations, tensors))
+                except (TypeError, ValueError, RuntimeError, IndexError) as error:
+                    if isinstance(error, KwflowError | torch.OutOfMemoryError):
+                        raise
+                    # what torch cannot derive here, it cannot on another worker
+                    raise BlockError(f"deriving layers {start}:{stop} ({operations}) raised {type(error).__name__}: {error}") from error
 
         backward = bool(operations)
         results, queued, computed = await self.served.compute(BACKWARD if backward else FORWARD, work)
@@ -227,8 +232,8 @@ class ClientConnection:
         hidden = tensors[0]
         check_hidden(hidden, spec)
         bound = Bound.from_meta((start, stop), meta.get("kwargs", {}), tensors[1:])
-        past, seq = int(meta["start"]), hidden.shape[1]
-        session = self._opened(int(meta["max_length"]), hidden.shape[0], start, stop)
+        past, seq = _count(meta, "start"), hidden.shape[1]
+        session = self._opened(_count(meta, "max_length"), hidden.shape[0], start, stop)
         if past + seq > session.kv.max_length:
             raise SessionError(f"columns {past}:{past + seq} do not fit max_length {session.kv.max_length}")
         if past > session.length:
@@ -325,6 +330,13 @@ def _take_mask(bound: Bound) -> tuple[Tensor | None, Bound]:
     if at is None:
         return None, bound
     return bound.tensors[at], bound.without("attention_mask")
+
+
+def _count(meta: Mapping[str, Any], name: str) -> int:
+    value = meta.get(name)
+    if type(value) is not int or value < 0:
+        raise KwargError(f"a step carries {name}, a number of columns, got {value!r:.40}")
+    return value
 
 
 def _tensors(tree: Any) -> list[Tensor]:

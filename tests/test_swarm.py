@@ -1,0 +1,257 @@
+"""Real worker processes, real libp2p, the real model: values, gradients, sessions, and what happens when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+import kwflow as kf
+from tests import tiny
+
+pytestmark = [pytest.mark.swarm, pytest.mark.slow]
+
+
+def gain_fn(
+    params: Any, hidden: Tensor, /, *, block: Any, gain: kf.Axes["layer hidden | hidden"] = None, **kw: Any
+) -> Any:
+    out = block(params, hidden, **kw)
+    return out if gain is None else out * gain
+
+
+@pytest.fixture(scope="module")
+def swarm(smollm2: Path) -> Iterator[Any]:
+    with kf.local_swarm("smollm2-135m", workers=2) as swarm:
+        yield swarm
+
+
+@pytest.fixture(scope="module")
+def flow(swarm: Any) -> Iterator[Any]:
+    with kf.connect(swarm.model, peers=swarm.peers) as flow:
+        yield flow
+
+
+@pytest.fixture(scope="module")
+def local(smollm2: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2).eval().requires_grad_(False)
+
+
+TEXTS = ["The weather in Paris is", "Hello"]
+
+
+def test_values_are_bitwise_those_of_hugging_face(flow: Any, local: Any) -> None:
+    x = flow.inputs(TEXTS)
+    v = tiny.random(576, scale=3.0)
+    for kwargs in ({}, {"steer": {12: v, 20: -v}}, {"prompts": tiny.random(30, 2, 3, 576, scale=0.1)}):
+        match = kf.verify.exact_match(flow, local, **x, **kwargs)
+        assert match.bitwise, str(match)
+
+
+def test_streamed_reference(flow: Any) -> None:
+    match = kf.verify.exact_match(flow, kf.stream(flow.ends.folder), layers=[0, 15, 29], **flow.inputs(TEXTS))
+    assert match.bitwise, str(match)
+
+
+def test_threads_are_named_and_fp64_tells_noise(flow: Any, local: Any) -> None:
+    match = kf.verify.exact_match(flow, local, threads=2, **flow.inputs(TEXTS))
+    assert match, str(match)
+    assert match.bitwise or (match.verdict == "noise" and any("threads" in reason for reason in match.reasons))
+
+
+def test_gradients_are_the_local_ones(flow: Any) -> None:
+    here = kf.connect(flow.ends.folder)
+    x = flow.inputs(TEXTS)
+    v, p = tiny.random(576, scale=3.0).requires_grad_(), tiny.random(30, 1, 3, 576, scale=0.1).requires_grad_()
+    grads = []
+    for one in (flow, here):
+        loss = one.head(one(**x, steer={12: v}, prompts=p))[:, -1].logsumexp(-1).sum()
+        grads.append(torch.autograd.grad(loss, [v, p]))
+    for remote, near in zip(*grads, strict=True):
+        torch.testing.assert_close(remote, near, rtol=0, atol=0)
+    again = torch.func.grad(lambda v: flow(**x, steer={12: v}).square().mean())(v.detach())
+    near = torch.func.grad(lambda v: here(**x, steer={12: v}).square().mean())(v.detach())
+    torch.testing.assert_close(again, near, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+def test_generate_gives_the_local_tokens(flow: Any, local: Any, how: dict[str, Any]) -> None:
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(flow.ends.folder, flow=flow)
+    inputs = flow.ends.tokenize(TEXTS)
+    made = []
+    for one in (model, local):
+        torch.manual_seed(0)
+        made.append(one.generate(**inputs, max_new_tokens=8, **{"do_sample": False, **how}))
+    assert torch.equal(*made)
+
+
+def test_cached_steps_cost_few_bytes(flow: Any) -> None:
+    pool = flow.peers.pool
+    hidden = torch.zeros(1, 1, 576)
+    with flow.session(max_length=8) as session:
+        session.step(hidden)
+        before = pool.bytes_sent, pool.bytes_received
+        session.step(hidden, steer={12: torch.zeros(576)})
+        tensors = 2 * hidden.nbytes + 576 * 4
+        sent, received = pool.bytes_sent - before[0] - tensors, pool.bytes_received - before[1] - 2 * hidden.nbytes
+    assert sent + received <= 2 * 2 * 400, (sent, received)  # per hop and direction
+
+
+def test_in_a_running_loop_under_inference_mode_and_from_threads(flow: Any) -> None:
+    x = flow.inputs(TEXTS)
+    expected = flow(**x)
+
+    async def in_a_loop() -> tuple[Tensor, Tensor]:
+        return flow(**x), await flow.acall(**x)
+
+    for out in asyncio.run(in_a_loop()):
+        assert torch.equal(out, expected)
+    with torch.inference_mode():
+        assert torch.equal(flow(**flow.inputs(TEXTS)), expected)
+    found: list[Tensor] = []
+    threads = [threading.Thread(target=lambda: found.append(flow(**x))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 2 and all(torch.equal(out, expected) for out in found)
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Any, Any]]:
+    """Two workers of a tiny model that tests may break, with a function of this process around each block."""
+    with (
+        kf.local_swarm(tiny.folder("llama"), workers=2, block_fn=gain_fn) as swarm,
+        kf.connect(swarm.model, peers=swarm.peers) as flow,
+    ):
+        yield swarm, flow
+
+
+def test_a_functions_own_kwarg_and_large_ones(pair: tuple[Any, Any]) -> None:
+    _, flow = pair
+    here = kf.connect(tiny.folder("llama"), block_fn=gain_fn)
+    x = {"hidden": tiny.random(2, 5, 32)}
+    gain = tiny.random(4, 32).requires_grad_()
+    outs = [one(**x, gain=gain) for one in (flow, here)]
+    assert torch.equal(*outs)
+    grads = [torch.autograd.grad(out.sum(), gain)[0] for out in outs]
+    assert torch.equal(*grads)
+    with pytest.raises(kf.errors.UnknownKwarg, match="Did you mean 'gain'"):
+        flow(**x, gian=gain)
+
+
+@pytest.mark.parametrize("megabytes", [3.9, 4.1, 64])
+def test_kwargs_around_message_limits_both_ways(pair: tuple[Any, Any], megabytes: float) -> None:
+    _, flow = pair
+    rows = int(megabytes * 1e6 / 4 / 32 / 4)
+    steer = torch.ones(1, 4, 32).expand(rows, 4, 32).clone().requires_grad_()  # travels, and its gradient back
+    hidden = torch.zeros(rows, 4, 32)
+    flow = flow.options(batch_tokens=rows * 4) if rows * 4 <= 1 << 16 else flow.options(batch_tokens=1 << 16)
+    out = flow(hidden, steer={0: kf.axes(steer, "batch seq hidden")})
+    out.sum().backward()
+    assert out.shape == hidden.shape and steer.grad is not None and steer.grad.shape == steer.shape
+
+
+def test_a_killed_worker_is_a_typed_error_at_once(pair: tuple[Any, Any]) -> None:
+    swarm, flow = pair
+    x = {"hidden": tiny.random(1, 5, 32)}
+    with flow.session(max_length=16) as session:
+        session.step(**x)
+        swarm.kill(1)
+        began = time.monotonic()
+        with pytest.raises(kf.errors.WorkerFailed) as caught:
+            session.step(**x)
+        assert time.monotonic() - began < 2
+        assert caught.value.span == (2, 4) and caught.value.peer == swarm.workers[1].peer
+    with pytest.raises(kf.errors.NoRoute, match="layer 2") as none:
+        flow(**x)
+    assert isinstance(none.value.__cause__, kf.errors.WorkerFailed)
+    assert torch.isfinite(flow[0:2](**x)).all()  # the other one still serves
+    swarm.add(2, 4)
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            flow(**x)
+            break
+        except kf.errors.NoRoute:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+def test_a_stopped_worker_counts_as_dead_and_comes_back(pair: tuple[Any, Any]) -> None:
+    swarm, flow = pair
+    x = {"hidden": tiny.random(1, 5, 32)}
+    expected = flow(**x)
+    swarm.pause(0)
+    began = time.monotonic()
+    with pytest.raises(kf.errors.WorkerFailed, match="silent"):
+        flow(**x)
+    assert time.monotonic() - began < 8
+    swarm.resume(0)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            assert torch.equal(flow(**x), expected)
+            break
+        except (kf.errors.NoRoute, kf.errors.WorkerFailed):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
+def test_an_interrupt_leaves_swarm_flow_and_session_usable(pair: tuple[Any, Any]) -> None:
+    swarm, flow = pair
+    wide = flow.options(batch_tokens=1 << 16)
+    big = {"hidden": tiny.random(512, 64, 32)}
+    small = {"hidden": tiny.random(1, 5, 32)}
+    expected = flow(**small)
+    with flow.session(max_length=200) as session:
+        first = session.step(**small)
+        interrupt = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT])
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                wide(**big)
+        assert torch.equal(flow(**small), expected)
+        session.rollback(0)
+        assert torch.equal(session.step(**small), first)
+    assert all(worker.alive for worker in swarm.workers)
+
+
+def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
+    code = f"""
+        import sys, kwflow as kf
+        if __name__ == "__main__":
+            swarm = kf.local_swarm({str(tiny.folder("llama"))!r}, workers=2)
+            flow = kf.connect(swarm.model, peers=swarm.peers)
+            print("ready", *(w.pid for w in swarm.workers), flush=True)
+            sys.stdin.read()
+    """
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(code))
+    environment = {**os.environ, "PYTHONPATH": str(Path(kf.__file__).parents[1])}
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as parent:
+        assert parent.stdout is not None
+        line = parent.stdout.readline().split()
+        assert line[:1] == ["ready"]
+        family = psutil.Process(parent.pid).children(recursive=True)
+        assert len(family) >= 3  # two workers and a p2pd at least
+        parent.kill()
+        parent.wait(10)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
