@@ -138,7 +138,9 @@ def _load_local(model: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(kf.model_path(model), dtype="auto").eval().requires_grad_(False)
 
 
-def _sides(remotes: dict[int, Any], pids: dict[int, list[int]], make: Callable[[Any, int], Callable[[], float]], local: Any) -> tuple[Side, ...]:
+def _sides(
+    remotes: dict[int, Any], pids: dict[int, list[int]], make: Callable[[Any, int], Callable[[], float]], local: Any
+) -> tuple[Side, ...]:
     import os
 
     def traffic(remote: Any) -> Callable[[], int]:
@@ -154,7 +156,7 @@ def _sides(remotes: dict[int, Any], pids: dict[int, list[int]], make: Callable[[
 
 
 def decode(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pids: dict[int, list[int]]) -> Row:
-    """Seconds per token of Hugging Face's generate, from the first new token to the last: the prefill is not counted."""
+    """Seconds per token of Hugging Face's generate, from the first new token to the last: without the prefill."""
     from transformers import StoppingCriteriaList
 
     generator = torch.Generator().manual_seed(0)
@@ -174,7 +176,11 @@ def decode(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pids
             watch = _layer_seconds(local) if workers == 0 else _call_seconds()
             with watch as spent:
                 model.generate(
-                    input_ids=ids, attention_mask=mask, pad_token_id=0, stopping_criteria=StoppingCriteriaList([tick]), **settings
+                    input_ids=ids,
+                    attention_mask=mask,
+                    pad_token_id=0,
+                    stopping_criteria=StoppingCriteriaList([tick]),
+                    **settings,
                 )
             per_token = (at[-1] - at[0]) / sizes.tokens
             sides[[side.workers for side in sides].index(workers)].splits.append(_split(per_token, spent, at))
@@ -201,7 +207,9 @@ def forward(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pid
 
         return run
 
-    return Row(f"forward {sizes.rows}×{sizes.columns}", threads, _sides(remotes, pids, make, local), 2 * hidden.nbytes, 1)
+    return Row(
+        f"forward {sizes.rows}×{sizes.columns}", threads, _sides(remotes, pids, make, local), 2 * hidden.nbytes, 1
+    )
 
 
 def backward(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pids: dict[int, list[int]]) -> Row:

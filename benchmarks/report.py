@@ -23,18 +23,23 @@ def headline(setting: Setting) -> str:
     """When and on what this was measured, and how to read it."""
     sizes = setting.sizes
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    machine = f"{cores} cores of {cpu()}, torch {torch.__version__}"
+    repeats = (
+        f"{sizes.decode_repeats} (decode: {sizes.tokens} tokens after a prompt of {sizes.prompt}) and {sizes.repeats}"
+    )
     return (
-        f"{datetime.date.today().isoformat()}, {cores} cores of {cpu()}, torch {torch.__version__}, {os.path.basename(setting.model)}. "
-        f"Workers are processes on this machine, over libp2p on loopback; the local side is the same Hugging Face model in the same run, "
-        f"with as many threads as each worker. Ratio: local time / time through the workers, above 1 is faster than local; "
-        f"medians [lowest, highest] of {sizes.decode_repeats} (decode: {sizes.tokens} tokens after a prompt of {sizes.prompt}) "
-        f"and {sizes.repeats} interleaved repetitions. A worker recomputes its forward pass in backward."
+        f"{datetime.date.today().isoformat()}, {machine}, {os.path.basename(setting.model)}. "
+        f"Workers are processes on this machine, over libp2p on loopback; the local side is the same Hugging Face "
+        f"model in the same run, with as many threads as each worker. Ratio: local time / time through the workers, "
+        f"above 1 is faster than local; medians [lowest, highest] of {repeats} interleaved repetitions. "
+        f"A worker recomputes its forward pass in backward."
     )
 
 
 def _ratios(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| task | threads | workers | ratio | local | through workers | on the wire | of that not tensors | peak memory: local, each worker |",
+        "| task | threads | workers | ratio | local | through workers "
+        "| on the wire | of that not tensors | peak memory: local, each worker |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
@@ -52,8 +57,8 @@ def _ratios(rows: Sequence[Row]) -> list[str]:
 
 def _splits(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "Where a decoded token's milliseconds go (means). Layers: the local layers, or computing on the workers. Network: round "
-        "trips less queue and compute. Client: generate, embedding, head and the session.",
+        "Where a decoded token's milliseconds go (means). Layers: the local layers, or computing on the workers. "
+        "Network: round trips less queue and compute. Client: generate, embedding, head and the session.",
         "",
         "| threads | workers | in all | layers | queue | network | client |",
         "|---|---|---|---|---|---|---|",

@@ -124,7 +124,7 @@ def without_layer(signature: str) -> str:
     return " ".join(name for name in signature.split() if name.strip("[]") != "layer")
 
 
-def bind(value: Tensor | Axed, signatures: Sequence[str], *, what: str, bare: bool = True) -> Axed:
+def bind(value: Tensor | Axed, signatures: Sequence[str], *, what: str, bare: bool = True, hint: str = "") -> Axed:
     """Give a kwarg's tensor the axes it was declared with, or those of the only signature of its rank.
 
     Raises AxesError: several signatures of that rank, none, or declared axes that the kwarg does not take.
@@ -138,7 +138,8 @@ def bind(value: Tensor | Axed, signatures: Sequence[str], *, what: str, bare: bo
     fit = [form for form in forms if len(form) == value.dim()] if bare else []
     if len(fit) == 1:
         return Axed(value, fit[0])
-    how = f"declare its axes: kf.axes(tensor, {' '.join(fit[0] if fit else forms[0])!r})" if forms else "use kf.axes"
+    form = " ".join(fit[0] if fit else forms[0]) if forms else "batch hidden"
+    how = f"{hint}declare its axes: kf.axes(tensor, {form!r})"
     if not bare or not forms:
         raise AxesError(f"{what} does not take a tensor without declared axes, got {describe(value)}; {how}")
     if not fit:

@@ -165,7 +165,9 @@ def last_hidden(lab: Lab) -> Fact:
     match = exact_match(lab.flow, lab.local, **inputs, threads=THREADS)
     numbers = " and ".join(f"{c.name} {'×'.join(map(str, c.shape))}" for c in match.outputs)
     measured = f"every bit of {numbers}" if match.bitwise else f"{match.verdict}: {match.why}"
-    return Fact("The last hidden state and the logits of a padded batch are the local model's.", measured, match.bitwise)
+    return Fact(
+        "The last hidden state and the logits of a padded batch are the local model's.", measured, match.bitwise
+    )
 
 
 def greedy(lab: Lab) -> tuple[Fact, Tensor, Fact]:
@@ -184,7 +186,11 @@ def greedy(lab: Lab) -> tuple[Fact, Tensor, Fact]:
         f"{moved / (steps * hops):,.0f} bytes per step and worker,\n{extra:.0f} of them not tensors",
         None,
     )
-    return _same_tokens(f"{lab.tokens} greedy tokens by generate are the local model's tokens.", ours, expected), ours, step
+    return (
+        _same_tokens(f"{lab.tokens} greedy tokens by generate are the local model's tokens.", ours, expected),
+        ours,
+        step,
+    )
 
 
 def steering_vector(lab: Lab) -> tuple[Tensor, float]:
@@ -211,7 +217,9 @@ def steering(lab: Lab, vector: Tensor, residual: float, plain: Tensor) -> tuple[
         f"just as a hook on the local model does."
     )
     measured = f"{same.measured};\nnorm {vector.norm():.1f} on a residual of {residual:.0f}"
-    return Fact(sentence, measured if changed else f"{measured}; the text did not change", bool(same.ok) and changed), ours
+    return Fact(
+        sentence, measured if changed else f"{measured}; the text did not change", bool(same.ok) and changed
+    ), ours
 
 
 def gradients(lab: Lab, vector: Tensor) -> list[Fact]:
@@ -219,7 +227,9 @@ def gradients(lab: Lab, vector: Tensor) -> list[Fact]:
     import torch
     from torch.nn.functional import cross_entropy
 
-    ids = lab.flow.ends.tokenize([f"{PROMPT} a kind person, and we often talk about the weather over the fence."])["input_ids"]
+    ids = lab.flow.ends.tokenize([f"{PROMPT} a kind person, and we often talk about the weather over the fence."])[
+        "input_ids"
+    ]
     generator = torch.Generator().manual_seed(0)
     shape = (len(lab.layers), 1, PREFIX, lab.flow.ends.hidden_size)
     given = [vector.clone(), 0.02 * torch.randn(shape, generator=generator)]
@@ -268,7 +278,8 @@ def _bytes(lab: Lab, moved: tuple[int, int], inputs: Mapping[str, Tensor], given
     overhead = sum(moved) / (sent + received) - 1
     return Fact(
         "Forward and backward moved their tensors and hardly more; each worker got its own layers' part of the kwargs.",
-        f"{moved[0]:,} bytes out and {moved[1]:,} back for {sent:,} and {received:,} of tensors: {100 * overhead:.2f} % over",
+        f"{moved[0]:,} bytes out and {moved[1]:,} back for {sent:,} and {received:,} of tensors: "
+        f"{100 * overhead:.2f} % over",
         overhead <= 0.02,
     )
 
@@ -301,7 +312,11 @@ def killed(lab: Lab) -> Fact:
         said, typed = type(error).__name__, False
     took = time.monotonic() - began
     sentence = "A call that meets a killed worker (kill -9) raises a typed error before its deadline."
-    return Fact(sentence, f"{said} after {1000 * took:.0f} ms; the deadline was {KILL_SECONDS:g} s", typed and took < KILL_SECONDS)
+    return Fact(
+        sentence,
+        f"{said} after {1000 * took:.0f} ms; the deadline was {KILL_SECONDS:g} s",
+        typed and took < KILL_SECONDS,
+    )
 
 
 # ---- the local side ------------------------------------------------------------------------------------------------
@@ -309,12 +324,14 @@ def killed(lab: Lab) -> Fact:
 
 @contextmanager
 def hooked(layers: Any, *, steer: Mapping[int, Tensor], prompts: Tensor | None = None) -> Iterator[None]:
-    """Plain hooks on a local model's layers: add a vector to an output, deep prompts (layer 1 prefix hidden) to inputs."""
+    """Plain hooks on local layers: a vector added to an output, deep prompts (layer 1 prefix hidden) to inputs."""
     import torch
 
     def add(vector: Tensor) -> Callable[..., Any]:
         def after(_: Any, __: Any, out: Any) -> Any:
-            return (out[0] + vector.to(out[0].dtype), *out[1:]) if isinstance(out, tuple) else out + vector.to(out.dtype)
+            return (
+                (out[0] + vector.to(out[0].dtype), *out[1:]) if isinstance(out, tuple) else out + vector.to(out.dtype)
+            )
 
         return after
 
@@ -380,12 +397,12 @@ def _table(facts: list[Fact], model: str) -> Table:
     table.add_column("", width=1)
     for fact in facts:
         mark = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: " "}[fact.ok]
-        table.add_row(fact.sentence, fact.measured, mark)
+        table.add_row(Text(fact.sentence), Text(fact.measured), mark)
     return table
 
 
 def _both(texts: Mapping[str, str]) -> Table:
-    table = Table(title=f"\"{PROMPT} …\"", box=box.SIMPLE, show_header=False, title_justify="left")
+    table = Table(title=f'"{PROMPT} …"', box=box.SIMPLE, show_header=False, title_justify="left")
     for name, text in texts.items():
         table.add_row(f"{name}:", Text(text))
     return table

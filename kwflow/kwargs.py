@@ -352,7 +352,8 @@ def _bind_value(what: str, value: Any, spec: Spec, sizes: Mapping[str, int], *, 
     free: dict[str, int] = {}
 
     def leaf(tensor: Tensor | Axed) -> Axed:
-        bound = bind(tensor, list(forms), what=what, bare=spec.bare or (own_layer and spec.by_layer))
+        hint = "give {layer: tensor}, or " if spec.by_layer and not own_layer else ""
+        bound = bind(tensor, list(forms), what=what, bare=spec.bare or (own_layer and spec.by_layer), hint=hint)
         if own_layer and "layer" in bound.axes:
             raise AxesError(f"{what} is one layer's value and cannot have a 'layer' axis")
         kinds = next((k for s, k in forms.items() if _fits(bound.axes, s)), ("float", "int", "bool"))

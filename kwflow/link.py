@@ -8,7 +8,9 @@ libp2p. Words only: no torch.nn, no network library.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
+import contextlib
 import os
 import threading
 from collections import defaultdict
@@ -81,8 +83,25 @@ def network_loop() -> asyncio.AbstractEventLoop:
 
             threading.Thread(target=serve, name="kwflow-network", daemon=True).start()
             ready.wait()
+            if _pid is None:
+                atexit.register(_wind_up)
             _loop, _pid = loop, os.getpid()
         return _loop
+
+
+def _wind_up() -> None:
+    """At exit: cancel what still runs on the network thread, so that nothing is destroyed while it is pending."""
+
+    async def cancel_others() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=1.0)
+
+    if _loop is not None and _pid == os.getpid() and _loop.is_running():
+        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+            asyncio.run_coroutine_threadsafe(cancel_others(), _loop).result(2.0)
 
 
 def submit(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:

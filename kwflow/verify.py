@@ -161,6 +161,7 @@ def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
         "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "attention": local.attention,
     }
     found = []
     for hop in {hop.peer: hop for plan in plans for hop in plan.route}.values():

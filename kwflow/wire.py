@@ -90,7 +90,9 @@ def dumps(message: Message, limits: Limits = LIMITS) -> bytes:
     _check_sendable(tensors, message.tree, limits)
     document = {"v": PROTOCOL, "meta": to_json(meta)} | ({} if skeleton is None else {"tree": to_json(skeleton)})
     # `dense` keeps the memory alive while safetensors reads it through the pointers.
-    dense = [tensor.detach().cpu().resolve_neg().contiguous() for tensor in tensors]
+    # NOTE [zero tensor] forward mode makes tensors of zeros without memory: reading one ends the process; a clone has it
+    dense = [tensor.detach().cpu().resolve_neg() for tensor in tensors]
+    dense = [(t.clone() if t._is_zerotensor() else t).contiguous() for t in dense]
     specs = {
         str(index): safetensors.TensorSpec(
             dtype=_SPEC_DTYPES[t.dtype], shape=list(t.shape), data_ptr=t.data_ptr(), data_len=t.nbytes

@@ -418,7 +418,7 @@ WIDE = [pytest.param(f, c, id=f"{f}-{c.name}") for c in F64 for f in c.families]
 
 def functions(family: str, case: Case, cuts: tuple[int, ...], rows: int = B) -> tuple[Any, Any, dict[str, Tensor]]:
     """The remote and the local function of (hidden, *leaves), and their inputs."""
-    x = tensors(case, torch.float64)
+    x, _ = tensors(case, torch.float64), derivable(family)  # loaded here: not under vmap
     remote = flow(family, cuts, torch.float64, case.block_fn).options(batch_tokens=rows * S)
 
     def ours(*values: Tensor) -> Tensor:

@@ -247,12 +247,12 @@ def test_a_worker_whose_loop_stands_still_is_silent(swarm: LocalSwarm, client: N
         channel = await client.open(swarm.workers[0].peer)
         began = time.monotonic()
         with pytest.raises(WorkerFailed, match=r"silent for 2\.5 s"):
-            await channel(Message({"do": "hold", "seconds": 4.5}))
+            await channel(Message({"do": "hold", "seconds": 6}))
         took = time.monotonic() - began
         assert channel.closed
         return took
 
-    assert 2.4 < run(work(), 20) < 4.0
+    assert 2.4 < run(work(), 20) < 6
     until(lambda: run(counts(client, swarm.workers[0].peer), 10)["open"] == 1)  # and it serves again
 
 
@@ -265,7 +265,7 @@ def test_stopped_worker(swarm: LocalSwarm, client: Node) -> None:
         began = time.monotonic()
         with pytest.raises(WorkerFailed, match="silent"):
             await channel(Message())
-        assert 2.0 < time.monotonic() - began < 4.5
+        assert 2.0 < time.monotonic() - began < 6
         began = time.monotonic()
         with pytest.raises(WorkerFailed, match=r"did not answer a dial in 1 s"):
             await client.open(worker.peer, timeout=1.0)

@@ -16,7 +16,7 @@ from kwflow.blocks import precision, run, upcast
 from kwflow.edits import add_prompts, add_steer, token_positions
 from kwflow.errors import KwargError, SpanError
 from kwflow.kwargs import Bound
-from kwflow.models.families import family_of, load_span, model_name
+from kwflow.models.families import config_attention, family_of, load_span, model_name
 
 
 class Reference(Protocol):
@@ -24,6 +24,7 @@ class Reference(Protocol):
 
     name: str
     dtype: torch.dtype
+    attention: str  # transformers' name of the attention implementation
 
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
         """The layers ``[bound.start, bound.stop)`` on hidden, in ``dtype``."""
@@ -36,7 +37,8 @@ class Stream:
     def __init__(self, model: str | os.PathLike[str], dtype: torch.dtype | str | None = None):
         self.model, self._dtype = model, dtype
         self.name = f"{model_name(model)}, streamed"
-        self.dtype = load_span(model, 0, 1, dtype=dtype).dtype
+        first = load_span(model, 0, 1, dtype=dtype)
+        self.dtype, self.attention = first.dtype, first.identity["attention"]
 
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
         with torch.no_grad(), precision(dtype):
@@ -55,7 +57,7 @@ class HuggingFace:
         self.model: Any = model
         self.name = type(model).__name__
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        self.family = family_of(model.config)
+        self.family, self.attention = family_of(model.config), config_attention(model)
 
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
         model = self.model if dtype == self.dtype else _upcast(self.model, dtype)

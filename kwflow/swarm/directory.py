@@ -92,11 +92,12 @@ async def _renew(node: Store, records: dict[str, tuple[str, Any]], ttl: float, p
 
 
 class Directory:
-    """The workers of one model, read again every few seconds; ``view`` is what was last read, at once.
+    """The workers of one model, read again every few seconds.
 
-    >>> directory = await Directory(node, "smollm2-135m", layers=30).start()  # doctest: +SKIP
-    >>> [worker.start for worker in directory.view()]  # doctest: +SKIP
-    [0, 15]
+        directory = await Directory(node, "smollm2-135m", layers=30).start()
+        directory.view()                                    # (WorkerRecord(...), ...), as last read, at once
+
+    It goes on until ``stop``.
     """
 
     def __init__(self, node: Store, model: str, layers: int, *, period: float = REFRESH_SECONDS):

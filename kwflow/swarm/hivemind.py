@@ -37,10 +37,12 @@ Record = tuple[str, Any]  # subkey, value
 
 
 class Node:
-    """One libp2p host with its p2pd, and one DHT node, in the running event loop (``kwflow.link.Transport``).
+    """One libp2p host with its p2pd, and one DHT node, in the running event loop.
 
-    >>> node = await Node.start(own_session=True, client=True, initial_peers=swarm.peers)  # doctest: +SKIP
-    >>> channel = await node.open(peer)  # doctest: +SKIP
+        node = await Node.start(own_session=True, client=True, initial_peers=swarm.peers)
+        channel = await node.open(peer)                     # a kwflow.link.Channel
+
+    It is a ``kwflow.link.Transport`` and a ``kwflow.swarm.directory.Store``.
     """
 
     def __init__(self, daemon: Daemon, p2p: Any, dht: DHTNode, addrs: Sequence[str], silence: float):

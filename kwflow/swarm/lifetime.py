@@ -114,7 +114,7 @@ class Child:
     """
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str] | None = None):
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by finalize
         weakref.finalize(self, self._log.close)
         self._process = subprocess.Popen(
             command,

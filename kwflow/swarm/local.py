@@ -20,8 +20,8 @@ from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
 from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_imports
 
 # NOTE [template] each worker imports for itself (10 s of CPU with its weights, all workers at once). Forks of a process
-# that has imported everything would start in a fraction, but not safely: numpy's and scipy's BLAS start threads when they
-# are imported, and macOS's frameworks do not survive a fork.
+# that has imported everything would start in a fraction, but not safely: numpy's and scipy's BLAS start threads when
+# they are imported, and macOS's frameworks do not survive a fork.
 READY_SECONDS = 120.0
 
 Span = tuple[int, int]
@@ -160,8 +160,8 @@ def local_swarm(
 ) -> LocalSwarm:
     """Start real worker processes on this machine and wait until they serve.
 
-    >>> with local_swarm("smollm2-135m", workers=[(0, 10), (10, 30)]) as swarm:  # doctest: +SKIP
-    ...     flow = kf.connect(swarm.model, peers=swarm.peers)
+        with kf.local_swarm("smollm2-135m", workers=[(0, 10), (10, 30)]) as swarm:
+            flow = kf.connect(swarm.model, peers=swarm.peers)
 
     ``workers``: how many (they split the layers evenly), or their spans. ``threads``: torch threads of each.
     ``block_fn``: the workers' own block function, as ``"pkg.mod:fn"`` or a function of this process (a notebook's),

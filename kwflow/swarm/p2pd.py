@@ -34,7 +34,7 @@ class Daemon:
         sweep()
         name = f"{SOCKETS}{os.getpid()}-{secrets.token_hex(4)}"
         self.control, self.handler = f"{name}-p2pd.sock", f"{name}-kwflow.sock"
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed by finalize
         command = [program, f"-listen=/unix{self.control}", *(f"-{key}={value}" for key, value in options.items())]
         # NOTE [Popen] not asyncio.create_subprocess_exec: its child watchers depend on the thread that runs the loop,
         # and hivemind's own start leaves p2pd in the caller's group, where an interrupt in Jupyter kills it.

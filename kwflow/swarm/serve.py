@@ -47,7 +47,7 @@ async def serve(
 ) -> None:
     """Serve a loaded span until SIGINT or SIGTERM; say so to the parent, or on the terminal."""
     served = Served(spec, model=model_name(model), kv_bytes=kv_bytes)
-    node = await Node.start(listen=listen, port=port, initial_peers=join, public=public, own_session=False)
+    node = await Node.start(listen=listen, port=port, initial_peers=join, public=public, own_session=parent is None)
     try:
         await node.serve(served.accept)
         record = WorkerRecord(

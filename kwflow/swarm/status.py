@@ -135,11 +135,10 @@ def remarks(model: ModelRecord, seen: Sequence[Seen]) -> list[str]:
         lines.append(f"no answer in {HELLO_SECONDS:g} s from {', '.join(silent)}")
     weights = {one.record.checkpoint for one in seen if one.record.checkpoint}
     if len(weights) > 1:
-        kinds = ", ".join(
-            f"{checkpoint[:12]} on {' '.join(one.record.peer[-8:] for one in seen if one.record.checkpoint == checkpoint)}"
-            for checkpoint in sorted(weights)
-        )
-        lines.append(f"the workers hold different weights, which a client never mixes: {kinds}")
+        lines.append("the workers hold different weights, which a client never mixes:")
+        for checkpoint in sorted(weights):
+            holders = [one.record.peer[-8:] for one in seen if one.record.checkpoint == checkpoint]
+            lines.append(f"  {checkpoint[:12]} on {', '.join(holders)}")
     return lines
 
 

@@ -24,6 +24,7 @@ from kwflow.axes import describe
 from kwflow.blocks import SpanSpec, precision, run, upcast
 from kwflow.derive import evaluate
 from kwflow.errors import (
+    BlockError,
     BudgetError,
     KwargError,
     KwflowError,
@@ -217,7 +218,8 @@ class ClientConnection:
                     if isinstance(error, KwflowError | torch.OutOfMemoryError):
                         raise
                     # what torch cannot derive here, it cannot on another worker
-                    raise BlockError(f"deriving layers {start}:{stop} ({operations}) raised {type(error).__name__}: {error}") from error
+                    said = f"deriving layers {start}:{stop} ({operations}) raised {type(error).__name__}: {error}"
+                    raise BlockError(said) from error
 
         backward = bool(operations)
         results, queued, computed = await self.served.compute(BACKWARD if backward else FORWARD, work)
