@@ -82,8 +82,8 @@ class Row:
     task: str
     threads: int
     sides: tuple[Side, ...]
-    tensors: int  # bytes of the tensors that one hop must take and give for the task
-    tokens: int  # the unit of seconds and bytes: tokens decoded, else 1
+    tensors: int  # bytes of the tensors that one hop must take and give in a run
+    tokens: int  # bytes are shown per new token of decode, prompt included; else 1
 
 
 def measure(setting: Setting, say: Say) -> list[Row]:
@@ -190,7 +190,7 @@ def decode(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pids
 
     sides.extend(_sides(remotes, pids, make, local))
     hidden = local.config.hidden_size * next(local.parameters()).element_size()
-    return Row("decode", threads, tuple(sides), 2 * hidden, sizes.tokens + 1)
+    return Row("decode", threads, tuple(sides), 2 * hidden * (sizes.prompt + sizes.tokens), sizes.tokens + 1)
 
 
 def forward(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pids: dict[int, list[int]]) -> Row:

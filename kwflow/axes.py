@@ -215,20 +215,21 @@ def pick_layer_adjoint(cotangent: Tensor, whole: Axed, index: int) -> Tensor:
     return out
 
 
-def join(parts: Sequence[Axed], axis: str) -> Axed:
-    """The inverse of cutting: concatenate along ``axis``; parts that were whole are taken once."""
+def join(parts: Sequence[Axed], axis: str, *, cut: bool) -> Axed:
+    """The inverse of cutting: concatenate along ``axis``; parts that were whole are taken once.
+
+    ``cut``: what :func:`is_cut` says of the whole. The parts cannot tell: of two rows or of one that broadcasts, each
+    part has one row.
+    """
     first = parts[0]
-    if len(parts) == 1 or axis not in first.axes or all(not is_cut(leaf, axis) for leaf in parts):
-        return first
-    return Axed(torch.cat([leaf.tensor for leaf in parts], first.axes.index(axis)), first.axes)
+    return Axed(torch.cat([leaf.tensor for leaf in parts], first.axes.index(axis)), first.axes) if cut else first
 
 
-def join_adjoint(cotangent: Tensor, parts: Sequence[Axed], axis: str) -> list[Tensor]:
+def join_adjoint(cotangent: Tensor, parts: Sequence[Axed], axis: str, *, cut: bool) -> list[Tensor]:
     """Cut a joined cotangent into the parts'."""
-    first = parts[0]
-    if len(parts) == 1 or axis not in first.axes or all(not is_cut(leaf, axis) for leaf in parts):
+    if not cut:
         return [cotangent, *(torch.zeros_like(leaf.tensor) for leaf in parts[1:])]
-    dim = first.axes.index(axis)
+    dim = parts[0].axes.index(axis)
     return list(cotangent.split([leaf.tensor.shape[dim] for leaf in parts], dim))
 
 

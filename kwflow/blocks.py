@@ -161,6 +161,8 @@ def run(
     mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
     mask = attention_mask if mask is None else mask
     if mask is not None and mask.dim() == 2:
+        mask = mask.expand(hidden.shape[0], -1)  # transformers' mask functions index rows
+    if mask is not None and mask.dim() == 2:
         mask = mask.expand(hidden.shape[0], -1)  # one row stands for all; transformers wants each
     with _explained("preparing", blocks[0].layer, hidden, bound):
         prepared = blocks[0].prepare(hidden, attention_mask=mask, position_ids=positions, past=past)

@@ -8,6 +8,7 @@ the few modules that put the parts together; transformers is imported inside the
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 import warnings
@@ -74,7 +75,7 @@ def run_demo(model: str = "smollm2-135m", tokens: int = 40) -> int:
     """Run two workers of ``model``, prove what they give against the local model; exit status 1 if a proof fails."""
     if tokens < 2:
         raise KwargError(f"the demo needs 2 tokens or more to compare, got {tokens}")
-    if hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for ✓, and nothing fails
     console, began = Console(highlight=False), time.monotonic()
     with warnings.catch_warnings():

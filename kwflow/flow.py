@@ -159,17 +159,15 @@ class Flow:
 
     async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """The async form of a call, from any event loop; without gradients."""
-        if torch.is_grad_enabled() and any(
-            t.requires_grad for t in (hidden, *kwargs.values()) if isinstance(t, Tensor)
-        ):
-            raise UnsupportedError("flow.acall is not differentiable; call flow(...) or use torch.no_grad()")
-        return await asyncio.wrap_future(link.submit(self._acall(hidden, kwargs)))
+        return await asyncio.wrap_future(link.submit(self._acall(hidden, kwargs, graded=torch.is_grad_enabled())))
 
-    async def _acall(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    async def _acall(self, hidden: Tensor, kwargs: Mapping[str, Any], *, graded: bool) -> Tensor:
         seconds = self._options.timeout
         try:
             async with asyncio.timeout(seconds):
                 plan = await self._plan(hidden, kwargs)
+                if graded and any(t.requires_grad for t in (hidden, *plan.bound.tensors)):
+                    raise UnsupportedError("flow.acall is not differentiable; call flow(...) or use torch.no_grad()")
                 if hidden.numel() == 0:
                     return hidden.clone()
                 return (await plan.forward((hidden, *plan.bound.tensors)))[0]
@@ -188,7 +186,9 @@ class Flow:
         route = await self.peers.route(*self.span, self._options.peers_blocked)
         batch, seq, _ = hidden.shape
         bound = bind(route, self.span, kwargs, {"batch": batch, "seq": seq, "key": seq})
-        rows = max(1, self._options.batch_tokens // max(1, seq))
+        limits = [hop.hello.get("limits", {}).get("batch_tokens") for hop in route]  # what each worker takes at once
+        tokens = min([self._options.batch_tokens, *(limit for limit in limits if limit)])
+        rows = max(1, tokens // max(1, seq))
         cuts = tuple((at, min(at + rows, batch)) for at in range(0, batch, rows))
         return Plan(self.peers, tuple(route), bound, cuts, self._options)
 

@@ -90,7 +90,7 @@ def dumps(message: Message, limits: Limits = LIMITS) -> bytes:
     _check_sendable(tensors, message.tree, limits)
     document = {"v": PROTOCOL, "meta": to_json(meta)} | ({} if skeleton is None else {"tree": to_json(skeleton)})
     # `dense` keeps the memory alive while safetensors reads it through the pointers.
-    # NOTE [zero tensor] forward mode makes tensors of zeros without memory: reading one ends the process; a clone has it
+    # NOTE [zero tensor] forward mode makes tensors of zeros without memory: reading one ends the process, a clone not
     dense = [tensor.detach().cpu().resolve_neg() for tensor in tensors]
     dense = [(t.clone() if t._is_zerotensor() else t).contiguous() for t in dense]
     specs = {

@@ -21,9 +21,8 @@ CELL_SECONDS = 300
 def execute(path: Path) -> str | None:
     """Run one notebook in its folder; return what went wrong, or None."""
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook, timeout=CELL_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}}
-    )
+    where = {"metadata": {"path": str(path.parent)}}
+    client = NotebookClient(notebook, timeout=CELL_SECONDS, kernel_name="python3", resources=where)
     try:
         client.execute()
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:

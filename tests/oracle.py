@@ -35,7 +35,7 @@ def assert_close(ours: Tensor, expected: Tensor, what: str = "", *, small: bool 
 def assert_bits(ours: Tensor, expected: Tensor, what: str = "") -> None:
     """Raise unless equal to the bit (NaN too, and the sign of zero)."""
     assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype), f"{what}: {ours.shape} {ours.dtype}"
-    a, b = (t.detach().contiguous().view(torch.uint8) if t.numel() else t for t in (ours, expected))
+    a, b = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (ours, expected))
     if not torch.equal(a, b):
         gap = (ours.detach().double() - expected.detach().double()).abs().max().item()
         raise AssertionError(f"{what}: not the same bits, gap {gap:.3g}")

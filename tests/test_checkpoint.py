@@ -144,6 +144,11 @@ def test_layer_hash_does_not_depend_on_order_or_grad() -> None:
     weights = tensors()
     assert layer_hash(weights) == layer_hash({name: weights[name] for name in reversed(weights)})
     assert layer_hash({"a": weights["embed"]}) == layer_hash({"a": torch.nn.Parameter(weights["embed"])})
+    assert (
+        layer_hash({"a": torch.ones(1).expand(6)})
+        == layer_hash({"a": torch.ones(12)[::2]})
+        == layer_hash({"a": torch.ones(6)})
+    )
 
 
 # ---------------------------------------------------------------- broken files
@@ -274,29 +279,31 @@ def test_a_hub_id_in_the_cache_works_without_a_network(tmp_path: Path, monkeypat
 
 
 def test_a_hub_download_asks_only_for_what_the_index_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fnmatch
-
     import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
 
     there = save(tmp_path / "there", tensors(), shards=2)
     for extra in ("pytorch_model.bin", "consolidated.safetensors", "tokenizer.json", "model.py"):
         (there / extra).write_bytes(b"x")
+    (there / "original").mkdir()
+    shutil.copy(there / "config.json", there / "original")
     here = tmp_path / "here"
     here.mkdir()
 
     def snapshot(
         repo: str, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool = False
     ) -> str:
-        for file in there.iterdir() if not local_files_only else ():
-            if any(fnmatch.fnmatch(file.name, pattern) for pattern in allow_patterns):
-                shutil.copy(file, here)
+        files = [str(path.relative_to(there)) for path in there.rglob("*") if path.is_file() and not local_files_only]
+        for file in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (here / file).parent.mkdir(exist_ok=True)
+            shutil.copy(there / file, here / file)
         return str(here)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert model_path("org/name") == here
     assert Checkpoint(here).names() == Checkpoint(there).names()
     absent = {file.name for file in there.iterdir()} - {file.name for file in here.iterdir()}
-    assert absent == {"pytorch_model.bin", "consolidated.safetensors", "model.py"}
+    assert absent == {"pytorch_model.bin", "consolidated.safetensors", "model.py", "original"}
 
 
 def test_a_misspelt_embedded_name_gets_a_hint() -> None:

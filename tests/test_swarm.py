@@ -131,9 +131,10 @@ def test_in_a_running_loop_under_inference_mode_and_from_threads(flow: Any) -> N
     assert len(found) == 2 and all(torch.equal(out, expected) for out in found)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Any, Any]]:
-    """Two workers of a tiny model that tests may break, with a function of this process around each block."""
+    """Two workers of a tiny model, with a function of this process around each block. Tests stop and kill them, in the
+    order that they stand in here: the last one leaves a third worker in the second one's place."""
     with (
         kf.local_swarm(tiny.folder("llama"), workers=2, block_fn=gain_fn) as swarm,
         kf.connect(swarm.model, peers=swarm.peers) as flow,
@@ -166,6 +167,45 @@ def test_kwargs_around_message_limits_both_ways(pair: tuple[Any, Any], megabytes
     assert out.shape == hidden.shape and steer.grad is not None and steer.grad.shape == steer.shape
 
 
+def test_an_interrupt_leaves_swarm_flow_and_session_usable(pair: tuple[Any, Any]) -> None:
+    swarm, flow = pair
+    wide = flow.options(batch_tokens=1 << 16)
+    big = {"hidden": tiny.random(512, 64, 32)}
+    small = {"hidden": tiny.random(1, 5, 32)}
+    expected = flow(**small)
+    with flow.session(max_length=200) as session:
+        first = session.step(**small)
+        interrupt = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT])
+        interrupt.start()
+        with pytest.raises(KeyboardInterrupt):
+            while True:
+                wide(**big)
+        assert torch.equal(flow(**small), expected)
+        session.rollback(0)
+        assert torch.equal(session.step(**small), first)
+    assert all(worker.alive for worker in swarm.workers)
+
+
+def test_a_stopped_worker_counts_as_dead_and_comes_back(pair: tuple[Any, Any]) -> None:
+    swarm, flow = pair
+    x = {"hidden": tiny.random(1, 5, 32)}
+    expected = flow(**x)
+    swarm.pause(0)
+    began = time.monotonic()
+    with pytest.raises(kf.errors.WorkerFailed, match="silent"):
+        flow(**x)
+    assert time.monotonic() - began < 8
+    swarm.resume(0)
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            assert torch.equal(flow(**x), expected)
+            break
+        except (kf.errors.NoRoute, kf.errors.WorkerFailed):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+
+
 def test_a_killed_worker_is_a_typed_error_at_once(pair: tuple[Any, Any]) -> None:
     swarm, flow = pair
     x = {"hidden": tiny.random(1, 5, 32)}
@@ -190,45 +230,6 @@ def test_a_killed_worker_is_a_typed_error_at_once(pair: tuple[Any, Any]) -> None
         except kf.errors.NoRoute:
             assert time.monotonic() < deadline
             time.sleep(0.2)
-
-
-def test_a_stopped_worker_counts_as_dead_and_comes_back(pair: tuple[Any, Any]) -> None:
-    swarm, flow = pair
-    x = {"hidden": tiny.random(1, 5, 32)}
-    expected = flow(**x)
-    swarm.pause(0)
-    began = time.monotonic()
-    with pytest.raises(kf.errors.WorkerFailed, match="silent"):
-        flow(**x)
-    assert time.monotonic() - began < 8
-    swarm.resume(0)
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            assert torch.equal(flow(**x), expected)
-            break
-        except (kf.errors.NoRoute, kf.errors.WorkerFailed):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-
-
-def test_an_interrupt_leaves_swarm_flow_and_session_usable(pair: tuple[Any, Any]) -> None:
-    swarm, flow = pair
-    wide = flow.options(batch_tokens=1 << 16)
-    big = {"hidden": tiny.random(512, 64, 32)}
-    small = {"hidden": tiny.random(1, 5, 32)}
-    expected = flow(**small)
-    with flow.session(max_length=200) as session:
-        first = session.step(**small)
-        interrupt = threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT])
-        interrupt.start()
-        with pytest.raises(KeyboardInterrupt):
-            while True:
-                wide(**big)
-        assert torch.equal(flow(**small), expected)
-        session.rollback(0)
-        assert torch.equal(session.step(**small), first)
-    assert all(worker.alive for worker in swarm.workers)
 
 
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ What the directory holds, and from each worker that answers in time what it says
 from __future__ import annotations
 
 import asyncio
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ def print_status(join: Sequence[str], timeout: float) -> None:
         view = link.run(_look(join, timeout), timeout + 5.0)
     except TimeoutError as error:
         raise DeadlineError(f"the swarm's directory did not answer in {timeout:g} s (--timeout)") from error
-    if hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     show(view, Console(highlight=False))
 

@@ -1,0 +1,399 @@
+"""A flow in use: ends, slices, options, threads and loops, and tensors of every kind and size on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kwflow as kf
+from kwflow import link
+from kwflow.errors import BlockError, BudgetError, DeadlineError, KwargError, NoRoute, ShapeError, SpanError, UnknownKwarg, UnsupportedError
+from tests.oracle import assert_bits, assert_close, layers_of, residual
+from tests.tiny import (
+    EACH,
+    FAMILIES,
+    HIDDEN,
+    LAYERS,
+    ONE,
+    THREE,
+    TWO,
+    VOCAB,
+    Requests,
+    flow,
+    folder,
+    huggingface,
+    ids,
+    left_padded,
+    make_flow,
+    positions_of,
+    random,
+)
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+# ---- the client's own part of the model
+
+
+@every_family
+@pytest.mark.parametrize("batch", [1, 2])
+def test_inputs_embed_and_head_are_the_model_s(family: str, batch: int) -> None:
+    remote, model, tokens = flow(family, TWO), huggingface(family), ids(batch, 6)
+    mask = left_padded([0, 2][:batch], 6)
+    positions = positions_of(mask)
+    x = remote.inputs({"input_ids": tokens, "attention_mask": mask})
+    assert list(x) == ["hidden", "attention_mask"] + (["position_ids"] if family == "llama" else [])
+    assert x["hidden"].shape == (batch, 6, HIDDEN)
+    given = {} if family == "bloom" else {"position_ids": positions}
+    seen: list[Tensor] = []
+    hook = layers_of(model)[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    logits = model(tokens, attention_mask=mask, **given, use_cache=True).logits
+    hook.remove()
+    assert_bits(x["hidden"], seen[0], "what enters layer 0")
+    assert_bits(remote.head(remote(**x)), logits, "logits")
+    assert logits.shape == (batch, 6, VOCAB)
+
+
+@every_family
+def test_texts_are_padded_on_the_left(family: str) -> None:
+    remote = flow(family, TWO)
+    x = remote.inputs(["w1 w2 w3", "w4"])
+    assert x["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    same = remote.inputs({"input_ids": torch.tensor([[3, 4, 5], [0, 0, 6]]), "attention_mask": x["attention_mask"]})
+    for name, value in x.items():
+        assert_bits(value, same[name], name)
+    assert_close(remote(**x)[1, 2:], remote(**remote.inputs("w4"))[0])
+    for bad in (["w1", 3], [], 3, torch.ones(2, 2), torch.ones(3).long()):
+        with pytest.raises((KwargError, ShapeError)):
+            remote.inputs(bad)  # type: ignore[arg-type]
+
+
+def test_gradients_reach_the_client_s_own_embeddings() -> None:
+    remote = flow("llama", TWO)
+    hidden = remote.embed(ids(1, 4)).requires_grad_()
+    remote.head(remote(hidden)).sum().backward()
+    assert hidden.grad is not None and hidden.grad.any()
+    assert not any(p.requires_grad for p in remote.ends.shell.parameters())  # type: ignore[attr-defined]
+
+
+# ---- slices and options
+
+
+@every_family
+def test_a_slice_is_a_flow(family: str) -> None:
+    remote, hidden, v = flow(family, TWO), random(2, 3, HIDDEN), random(LAYERS, HIDDEN, seed=1)
+    middle = remote[1:3]
+    assert (middle.start, middle.stop, len(middle)) == (1, 3, 2) and middle[1:].span == (1, 3) and remote[:].span == (0, 4)
+    parts = remote[3:](remote[1:3](remote[:1](hidden, steer={0: v[0]}), steer=kf.axes(v[1:3], "layer hidden")))
+    reference = residual(huggingface(family), hidden, steer={n: v[n][None, None] for n in range(3)})
+    assert_bits(parts, reference)
+    with pytest.raises(SpanError, match="layer 0; this flow has layers 1:3"):
+        middle(hidden, steer={0: v[0]})
+    with pytest.raises(ShapeError, match="layer = 4, expected 2"):  # a layer axis is relative to the slice
+        middle(hidden, steer=kf.axes(v, "layer hidden"))
+    for bad in (slice(0, 2), slice(2, 5), slice(2, 2), slice(-1, 3), slice(1, 3, 2), 1):
+        with pytest.raises(SpanError):
+            middle[bad]  # type: ignore[index]
+
+
+def test_a_route_never_runs_layers_beyond_those_asked_for() -> None:
+    remote = flow("gpt2", TWO)
+    with Requests(remote) as requests:
+        remote[1:3](random(1, 2, HIDDEN))
+        assert [request.meta["span"] for _, request, _ in requests.seen] == [[1, 2], [2, 3]]
+        del requests.seen[:]
+        remote[2:3](random(1, 2, HIDDEN))
+        assert [request.meta["span"] for _, request, _ in requests.seen] == [[2, 3]]
+
+
+def test_each_worker_gets_its_layers_part_only() -> None:
+    remote, v = flow("gpt2", TWO), random(LAYERS, HIDDEN)
+    with Requests(remote) as requests:
+        remote(random(4, 2, HIDDEN), steer=kf.axes(v, "layer hidden"), **kf.per_layer({3: {"prompts": random(1, 2, HIDDEN)}}))
+        shapes = [[tuple(t.shape) for t in request.tree] for _, request, _ in requests.seen]
+    assert shapes == [[(4, 2, HIDDEN), (2, HIDDEN)], [(4, 2, HIDDEN), (2, HIDDEN), (1, 2, HIDDEN)]]
+
+
+def test_options_make_another_flow() -> None:
+    remote = flow("gpt2", TWO)
+    hidden = random(3, 4, HIDDEN)
+    small = remote.options(batch_tokens=4)
+    with Requests(remote) as requests:
+        small(hidden)
+        assert len(requests) == 6
+        remote(hidden)
+        assert len(requests) == 8  # the flow itself is as it was
+    with pytest.raises(NoRoute, match="no live worker serves layer 0"):
+        remote.options(peers_blocked=["in-process-0:2-0"])(hidden)
+    for bad in ({"tiemout": 1}, {"timeout": 0}, {"batch_tokens": 0}, {"dtype": "int8"}):
+        with pytest.raises(KwargError):
+            remote.options(**bad)
+    assert "layers 0:4" in repr(remote)
+
+
+@every_family
+def test_a_call_in_float64_is_float64_throughout(family: str) -> None:
+    """The workers' own weights, each upcast for the call; the gap to a float64 model is float64's own."""
+    hidden, v = random(2, 4, HIDDEN, dtype=torch.float64), random(HIDDEN, seed=1, dtype=torch.float64)
+    remote = flow(family, TWO).options(dtype="float64")
+    wide = flow(family, ONE, torch.float64)
+    assert_close(remote(hidden, steer={1: v}), wide(hidden, steer={1: v}))
+
+
+def test_a_hidden_of_another_precision_comes_back_in_it() -> None:
+    remote, hidden = flow("gpt2", TWO), random(1, 3, HIDDEN)
+    assert remote(hidden.double()).dtype is torch.float64
+    assert remote(hidden.bfloat16()).dtype is torch.bfloat16
+
+
+# ---- loops, threads, modes
+
+
+def test_inside_a_running_loop() -> None:
+    remote, hidden = flow("gpt2", TWO), random(1, 3, HIDDEN)
+    expected = remote(hidden)
+
+    async def cell() -> tuple[Tensor, Tensor]:
+        return remote(hidden), await remote.acall(hidden)  # as in a notebook
+
+    for out in asyncio.run(cell()):
+        assert_bits(out, expected)
+
+
+def test_acall() -> None:
+    remote, hidden, v = flow("gpt2", TWO), random(3, 4, HIDDEN), random(HIDDEN, seed=1)
+
+    async def many() -> list[Tensor]:
+        return await asyncio.gather(*(remote.acall(hidden, steer={1: scale * v}) for scale in range(4)))
+
+    for scale, out in enumerate(asyncio.run(many())):
+        assert_bits(out, remote(hidden, steer={1: scale * v}))
+
+    async def wrong(**kwargs: Any) -> None:
+        await remote.acall(hidden, **kwargs)
+
+    with pytest.raises(UnknownKwarg, match="steer"):
+        asyncio.run(wrong(stear=v))
+    for kwargs in (
+        {"prompts": random(LAYERS, 1, 1, HIDDEN).requires_grad_()},
+        {"steer": {1: v.clone().requires_grad_()}},
+        {"steer": kf.axes(v.clone().requires_grad_(), "hidden")},
+    ):
+        with pytest.raises(UnsupportedError, match="not differentiable"):
+            asyncio.run(wrong(**kwargs))
+        with torch.no_grad():
+            asyncio.run(wrong(**kwargs))
+
+
+def test_the_network_thread_may_not_wait_for_itself() -> None:
+    remote, hidden = flow("gpt2", TWO), random(1, 3, HIDDEN)
+
+    async def there() -> Tensor:
+        with pytest.raises(RuntimeError, match="await flow.acall"):
+            remote(hidden)
+        return await remote.acall(hidden)
+
+    assert_bits(link.run(there(), 20), remote(hidden))
+
+
+def test_under_inference_mode_and_no_grad() -> None:
+    remote, hidden = flow("llama", TWO), random(2, 3, HIDDEN)
+    expected = remote(hidden)
+    with torch.inference_mode():
+        inside = remote(random(2, 3, HIDDEN), steer={1: torch.zeros(HIDDEN)})
+        assert_bits(inside, expected)
+        with remote.session(8) as session:
+            assert_bits(session.step(random(2, 3, HIDDEN)), expected)
+    with torch.no_grad():
+        assert not remote(hidden.clone().requires_grad_()).requires_grad
+    # what came out of inference mode is used under grad
+    p = torch.zeros(LAYERS, 1, 2, HIDDEN, requires_grad=True)
+    remote(inside.clone(), prompts=p).sum().backward()
+    assert p.grad is not None and p.grad.any()
+    q = torch.zeros(LAYERS, 1, 2, HIDDEN, requires_grad=True)
+    remote(inside, prompts=q).sum().backward()  # and as it is
+    assert_bits(q.grad, p.grad)  # type: ignore[arg-type]
+
+
+def test_from_two_threads_at_once() -> None:
+    remote = flow("llama", THREE).options(batch_tokens=4)
+    hidden, barrier = random(3, 4, HIDDEN), threading.Barrier(2, timeout=20)
+
+    def work(seed: int) -> list[tuple[Tensor, Tensor]]:
+        barrier.wait()
+        found = []
+        for i in range(4):
+            v = random(HIDDEN, seed=seed + i).requires_grad_()
+            out = remote(hidden, steer={1: v})
+            out.square().sum().backward()
+            assert v.grad is not None
+            found.append((out.detach(), v.grad))
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, (0, 100)))
+    barrier = threading.Barrier(1)
+    for seed, results in zip((0, 100), found, strict=True):
+        for (out, gradient), (alone, its) in zip(results, work(seed), strict=True):
+            assert_bits(out, alone)
+            assert_bits(gradient, its)
+
+
+def test_an_error_leaves_the_next_call_at_baseline() -> None:
+    remote, hidden = make_flow("gpt2", TWO), random(2, 3, HIDDEN)
+    expected = remote(hidden)
+    for bad in ({"stear": 1}, {"steer": {9: torch.ones(HIDDEN)}}, {"prompts": torch.ones(1)}):
+        with pytest.raises((ValueError, TypeError)):
+            remote(hidden, **bad)
+        assert_bits(remote(hidden), expected)
+    remote(hidden, steer={1: random(HIDDEN)})
+    assert_bits(remote(hidden), expected)
+    assert remote.peers._banned == {}  # type: ignore[attr-defined]
+
+
+def test_nan_is_an_answer() -> None:
+    remote, hidden = make_flow("gpt2", TWO), random(2, 3, HIDDEN)
+    hidden[0, 1] = float("nan")
+    out = remote(hidden)
+    assert out[0, 1:].isnan().all() and not out[1].isnan().any()
+    assert remote.peers._banned == {}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+def test_nothing_in_nothing_out(shape: tuple[int, int]) -> None:
+    remote = flow("llama", TWO)
+    hidden = torch.zeros(*shape, HIDDEN, requires_grad=True)
+    out = remote(hidden, steer={1: torch.ones(HIDDEN)})
+    assert out.shape == (*shape, HIDDEN)
+    out.sum().backward()
+    assert hidden.grad is not None and hidden.grad.shape == hidden.shape
+    with pytest.raises(UnknownKwarg):
+        remote(hidden, stear=1)
+
+
+def test_a_request_that_is_too_large_is_the_caller_s() -> None:
+    remote = make_flow("gpt2", TWO, batch_tokens=16)
+    with pytest.raises(BudgetError, match="17 tokens in one request; this worker takes 16"):
+        remote(random(1, 17, HIDDEN))
+    assert remote.peers._banned == {}  # type: ignore[attr-defined]
+    with Requests(remote) as requests:
+        remote(random(4, 8, HIDDEN))  # sub-batches fit what the workers say that they take
+        assert len(requests) == 4
+
+
+def test_a_deadline_is_kept() -> None:
+    started = threading.Event()
+
+    def slow(params, hidden, /, *, block, **kw):
+        started.set()
+        threading.Event().wait(0.5)
+        return block(params, hidden, **kw)
+
+    remote, hidden = make_flow("gpt2", ONE, block_fn=slow), random(1, 2, HIDDEN)
+    remote.kwargs()
+    with pytest.raises(DeadlineError, match="layers 0:4 did not end in 0.2 s"):
+        remote.options(timeout=0.2)(hidden)
+    assert started.is_set()
+
+
+# ---- tensors on their way
+
+
+def echo(params, hidden, /, *, block, one: kf.Axes["free"] = None, tree: dict = None, **kw):
+    """Adds a known function of what arrived, so that a change on the way changes the output."""
+    total = torch.zeros((), dtype=torch.float64)
+    stack = [one, tree]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, dict):
+            stack += [*part.values()]
+        elif isinstance(part, list | tuple):
+            stack += [*part]
+        elif isinstance(part, Tensor) and part.numel():
+            flat = part.reshape(-1)
+            total = total + (flat.double() * torch.arange(1, flat.numel() + 1)).sum()
+    return hidden + total.to(hidden.dtype)
+
+
+def meant(*tensors: Tensor) -> Tensor:
+    return echo(None, torch.zeros(1, 1, HIDDEN), block=None, tree=list(tensors))
+
+
+DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_layout(dtype: torch.dtype) -> None:
+    base = (torch.arange(24).reshape(2, 3, 4) % 2).to(dtype)
+    layouts = {
+        "dense": (base, "a b c"),
+        "transposed": (base.permute(1, 2, 0), "a b c"),
+        "strided": (base[:, ::2, 1:], "a b c"),
+        "expanded": (base[:1].expand(5, 3, 4), "a b c"),
+        "0-dim": (base[1, 2, 3], ""),
+        "empty": (base[:, :0], "a b c"),
+        "empty and 0": (torch.zeros(0, dtype=dtype), "a"),
+    }
+    zero = torch.zeros(1, 1, HIDDEN)
+    remote = flow("gpt2", (1,), block_fn=echo)
+    for name, (tensor, names) in layouts.items():
+        leaf = kf.axes(tensor, names)
+        assert_bits(remote(zero, tree={"x": [leaf, None, {"deep": (leaf, 3, "text")}]}), meant(tensor, tensor), name)
+        if tensor.is_floating_point():
+            moving = tensor.detach().clone().requires_grad_()
+            leaf = kf.axes(moving.expand_as(moving), names)
+            remote(zero, tree={"x": leaf}).sum().backward()
+            local = tensor.detach().clone().requires_grad_()
+            meant(local).sum().backward()
+            if local.grad is None:
+                assert moving.grad is None, name
+            else:
+                assert_bits(moving.grad, local.grad, name)  # type: ignore[arg-type]
+
+
+def test_nested_and_structured_kwargs_change_between_calls() -> None:
+    remote, zero = flow("gpt2", (1,), block_fn=echo), torch.zeros(1, 1, HIDDEN)
+    a, b = random(3), random(2, 2)
+    assert_bits(remote(zero, tree={"a": kf.axes(a, "x")}), meant(a))
+    assert_bits(remote(zero, tree={"l": [kf.axes(b, "y z"), None], 3: {"t": (kf.axes(a, "x"),)}}), meant(a, b))
+    assert_bits(remote(zero), zero)
+    assert_bits(remote(zero, tree=None), zero)
+
+
+@pytest.mark.parametrize("megabytes", [3.9, 4.1, pytest.param(64, marks=pytest.mark.slow)])
+def test_large_kwargs_both_ways(megabytes: float) -> None:
+    remote = flow("gpt2", (1,), block_fn=echo)
+    large = random(int(megabytes * 1e6 / 4), scale=1e-9).requires_grad_()
+    out = remote(torch.zeros(1, 1, HIDDEN), one=large)
+    assert_bits(out, meant(large))
+    out.sum().backward()
+    assert large.grad is not None
+    expected = (torch.arange(1, large.numel() + 1).double() * HIDDEN).float()
+    assert_close(large.grad, expected)
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    remote, zero = flow("gpt2", (1,), block_fn=echo), torch.zeros(1, 1, HIDDEN)
+    for bad in (torch.zeros(2, dtype=torch.complex64), torch.zeros(2).to_sparse()):
+        with pytest.raises((KwargError, BlockError)):
+            remote(zero, one=kf.axes(bad, "free"))
+    with pytest.raises(KwargError):
+        remote(zero, tree={"x": object()})
+
+
+# ---- connecting
+
+
+def test_connect_without_peers_is_the_same_flow() -> None:
+    hidden = random(2, 3, HIDDEN)
+    with kf.connect(folder("llama")) as here:
+        assert here.span == (0, LAYERS)
+        assert_bits(here(hidden), flow("llama", EACH)(hidden))
+    with kf.connect(folder("llama"), dtype="bfloat16") as here:
+        assert here(hidden.bfloat16()).dtype is torch.bfloat16 and here.ends.dtype is torch.bfloat16
