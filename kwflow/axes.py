@@ -4,7 +4,7 @@
 576
 
 A signature is names in order, ``"layer batch prefix hidden"``; ``[batch]`` may be left out. Axes are declared, never
-inferred from a size (DESIGN law 5). Words only: imports torch and kwflow.errors.
+inferred from a size (DESIGN law 5). Words only: imports torch, einops and kwflow.errors.
 
 ``layer``   one entry per layer of the flow           ``batch``  rows
 ``seq``     the columns of this call                  ``key``    all columns so far
@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from kwflow.errors import AxesError, ShapeError
@@ -305,9 +306,5 @@ def spread(leaf: Axed, order: Names) -> Tensor:
     >>> spread(axes(torch.zeros(2, 8), "batch hidden"), ("batch", "seq", "hidden")).shape
     torch.Size([2, 1, 8])
     """
-    present = [axis for axis in order if axis in leaf.axes]
-    tensor = leaf.tensor.permute([leaf.axes.index(axis) for axis in present])
-    for dim, axis in enumerate(order):
-        if axis not in leaf.axes:
-            tensor = tensor.unsqueeze(dim)
-    return tensor
+    present = " ".join(axis if axis in leaf.axes else "1" for axis in order)
+    return rearrange(leaf.tensor, f"{' '.join(leaf.axes)} -> {present}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kwflow import link
-from kwflow.errors import KwargError, KwflowError, ModelError, NoRoute, WorkerFailed
+from kwflow.errors import KwargError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
 from kwflow.flow import Flow, Hop
 from kwflow.kwargs import Schema
 from kwflow.swarm.routing import Serves, plan
@@ -78,7 +78,7 @@ class KnownPeers:
     def failed(self, error: WorkerFailed) -> None:
         """Keep a worker that failed out of the next routes for a while."""
         self.last_failure = error
-        if error.peer:
+        if error.peer and not isinstance(error, WorkerFull):
             self._hellos.pop(error.peer, None)
             failures = self._banned.get(error.peer, (0.0, 0))[1] + 1
             self._banned[error.peer] = (time.monotonic() + BAN_SECONDS * 2 ** (failures - 1), failures)

@@ -73,6 +73,10 @@ class WorkerFailed(KwflowError):
         self.peer, self.span = peer, span
 
 
+class WorkerFull(WorkerFailed):
+    """A worker has no room for a session now. Another may have; this one goes on serving, and is not avoided."""
+
+
 class ProtocolError(WorkerFailed):
     """Bytes that are not a kwflow message, or a message of a version that is not spoken here."""
 
@@ -119,8 +123,9 @@ def from_wire(said: Mapping[str, Any], *, peer: str) -> KwflowError:
             cls = KwargError
             message = f"{name}: {message}"
         return cls(f"{message} (said by {where})")
-    text = message if name in _BY_NAME else f"{name}: {message}"
-    return WorkerFailed(f"{text} (on {where})", peer=peer)
+    text = message if cls is not None else f"{name}: {message}"
+    failed = cls if cls is not None and issubclass(cls, WorkerFailed) else WorkerFailed
+    return failed(f"{text} (on {where})", peer=peer)
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

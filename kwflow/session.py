@@ -41,9 +41,8 @@ class Session:
         self.batch: int | None = None
         self.closed = False
         self._mask: Tensor | None = None  # (batch, position) bool
-        self._given_positions: Tensor | None = None  # (batch,) the last given position of each row
-        self._positions: list[tuple[int, Tensor | None]] = []  # (end column, last given positions), for rollback
-        self._four_d = False
+        self._positions: Tensor | None = None  # (batch, position) of every column, once some were given
+        self._four_d: int | None = None  # the column where the first 4-D mask came
         self._reorders: list[tuple[int, list[int]]] = []  # not yet on every worker
         self._reorder_count = 0
         self._route: list[Hop] = []
@@ -81,8 +80,7 @@ class Session:
             self.position += hidden.shape[1]
             self.batch = hidden.shape[0]
             self._mask = mask
-            self._given_positions = positions
-            self._positions.append((self.position, positions))
+            self._positions = positions
             self._reorders.clear()
             return out
 
@@ -111,8 +109,7 @@ class Session:
             self._reorders.append((self._reorder_count, rows))
             index = torch.tensor(rows, dtype=torch.long)
             self._mask = None if self._mask is None else self._mask[index]
-            self._given_positions = None if self._given_positions is None else self._given_positions[index]
-            self._positions = [(end, None if p is None else p[index]) for end, p in self._positions]
+            self._positions = None if self._positions is None else self._positions[index]
 
     def rollback(self, position: int) -> None:
         """Forget the columns from ``position`` on; the next step starts there."""
@@ -121,10 +118,9 @@ class Session:
         with self._turn:
             self.position = position
             self._mask = None if self._mask is None else self._mask[:, :position]
-            self._positions = [(end, given) for end, given in self._positions if end <= position]
-            cut = self._positions[-1] if self._positions else (0, None)
-            behind = position - cut[0]  # columns kept of a step that is cut in the middle
-            self._given_positions = None if cut[1] is None else cut[1] + behind
+            self._positions = None if self._positions is None or not position else self._positions[:, :position]
+            if self._four_d is not None and position <= self._four_d:
+                self._four_d = None
 
     def close(self) -> None:
         """Free the keys and values on the workers. A closed session takes no step."""
@@ -157,7 +153,7 @@ class Session:
     def _bind(
         self, hidden: Tensor, kwargs: Mapping[str, Any], repeats: int
     ) -> tuple[Bound, Tensor | None, Tensor | None]:
-        """The step's kwargs for the wire, and the mask and last positions to remember when it succeeds."""
+        """The step's kwargs for the wire, and the mask and positions to remember when it succeeds."""
         batch, seq, _ = hidden.shape
         start, stop = self.position, self.position + seq
         given = dict(kwargs)
@@ -165,26 +161,26 @@ class Session:
         bound = bind(self._route, self.flow.span, given, {"batch": batch // repeats, "seq": seq, "key": stop})
         bound = bound.repeat_rows(repeats)
         mask, positions = control["attention_mask"], control["position_ids"]
-        if positions is None and self._given_positions is not None:
-            positions = self._given_positions[:, None] + torch.arange(1, seq + 1)
+        if positions is None and self._positions is not None:
+            positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
         sizes = {"batch": batch, "seq": seq, "key": stop}
         called = bind(self._route, self.flow.span, {"attention_mask": mask, "position_ids": positions}, sizes)
         tensors = (hidden, *bound.tensors, *called.tensors)
         if any(is_wrapped(t) for t in tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
             raise SessionError("a session is not differentiable: use flow(...) for gradients, or torch.no_grad()")
         remembered, sent = self._columns_of_mask(called, batch, start, stop)
-        last = None
         if positions is not None:
-            last = called.group("call")["position_ids"].tensor[:, -1].expand(batch)
-        return bound.joined(sent), remembered, last
+            before = torch.arange(start).expand(batch, start) if self._positions is None else self._positions
+            positions = torch.cat([before, called.group("call")["position_ids"].tensor.expand(batch, seq)], 1)
+        return bound.joined(sent), remembered, positions
 
     def _columns_of_mask(self, called: Bound, batch: int, start: int, stop: int) -> tuple[Tensor | None, Bound]:
         """What to remember of the mask, and the call's kwargs with only this step's columns of it."""
         axed = called.group("call").get("attention_mask")
         if axed is not None and len(axed.axes) == 4:
-            self._four_d = True
+            self._four_d = start if self._four_d is None else self._four_d
             return self._mask, called
-        if self._four_d:
+        if self._four_d is not None:
             raise SessionError("this session was given a 4-D attention_mask; each later step must give one too")
         mask = None if axed is None else axed.tensor.bool().expand(batch, stop)
         if mask is not None and start:

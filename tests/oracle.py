@@ -7,6 +7,7 @@ Nothing of kwflow computes here: prompts and steer are written again, row by row
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -109,7 +110,7 @@ def residual(
         hooks.append(layer.register_forward_pre_hook(before(number)))
         hooks.append(layer.register_forward_hook(after(number)))
     if cache is not None:
-        call["past_key_values" if not _says_cache(base) else "cache"] = cache
+        call[cache_name(base)] = cache
     try:
         # use_cache: without one, transformers reads position_ids that jump as packed sequences
         base(inputs_embeds=torch.zeros_like(hidden, requires_grad=False), use_cache=True, **call)
@@ -120,7 +121,7 @@ def residual(
     return seen[-1]
 
 
-def _says_cache(base: nn.Module) -> bool:
-    import inspect
-
-    return "cache" in inspect.signature(base.forward).parameters
+def cache_name(module: nn.Module) -> str:
+    """What this version of transformers calls the cache."""
+    names = inspect.signature(module.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"

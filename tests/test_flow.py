@@ -288,18 +288,18 @@ def test_a_request_that_is_too_large_is_the_caller_s() -> None:
 
 
 def test_a_deadline_is_kept() -> None:
-    started = threading.Event()
+    go = threading.Event()
 
     def slow(params, hidden, /, *, block, **kw):
-        started.set()
-        threading.Event().wait(0.5)
+        go.wait(20)
         return block(params, hidden, **kw)
 
     remote, hidden = make_flow("gpt2", ONE, block_fn=slow), random(1, 2, HIDDEN)
     remote.kwargs()
-    with pytest.raises(DeadlineError, match="layers 0:4 did not end in 0.2 s"):
-        remote.options(timeout=0.2)(hidden)
-    assert started.is_set()
+    with pytest.raises(DeadlineError, match="layers 0:4 did not end in 0.1 s"):
+        remote.options(timeout=0.1)(hidden)
+    go.set()
+    assert_bits(remote(hidden), flow("gpt2", ONE)(hidden))  # when the worker is done with it, all is as before
 
 
 # ---- tensors on their way
@@ -347,14 +347,13 @@ def test_every_dtype_and_layout(dtype: torch.dtype) -> None:
         assert_bits(remote(zero, tree={"x": [leaf, None, {"deep": (leaf, 3, "text")}]}), meant(tensor, tensor), name)
         if tensor.is_floating_point():
             moving = tensor.detach().clone().requires_grad_()
-            leaf = kf.axes(moving.expand_as(moving), names)
-            remote(zero, tree={"x": leaf}).sum().backward()
+            remote(zero, tree={"x": kf.axes(moving, names)}).sum().backward()
+            if not moving.numel():
+                assert moving.grad is None, name
+                continue
             local = tensor.detach().clone().requires_grad_()
             meant(local).sum().backward()
-            if local.grad is None:
-                assert moving.grad is None, name
-            else:
-                assert_bits(moving.grad, local.grad, name)  # type: ignore[arg-type]
+            assert_bits(moving.grad, local.grad, name)  # type: ignore[arg-type]
 
 
 def test_nested_and_structured_kwargs_change_between_calls() -> None:

@@ -14,7 +14,7 @@ from tests.tiny import HIDDEN, LAYERS, THREE, folder, ids, make_flow, random
 
 MODEL = folder("llama")
 LOCAL = AutoModelForCausalLM.from_pretrained(MODEL).eval().requires_grad_(False)
-FLOW = make_flow("llama", THREE)  # layers 0:1, 1:3 and 3:4 on three workers
+FLOW = make_flow("llama", THREE, own_ends=True)  # layers 0:1, 1:3 and 3:4 on three workers
 X = FLOW.inputs(ids(2, 5))  # hidden, attention_mask, position_ids
 V = random(HIDDEN)
 

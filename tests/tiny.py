@@ -129,15 +129,21 @@ def make_flow(
     cuts: Sequence[int] = ONE,
     dtype: torch.dtype = torch.float32,
     block_fn: Callable[..., Tensor] | Mapping[int, Callable[..., Tensor]] | None = None,
+    *,
+    own_ends: bool = False,
     **limits: int,
 ) -> Flow:
-    """A flow over new workers of this process, whose spans end at ``cuts``; ``block_fn``: of all, or by worker."""
+    """A flow over new workers of this process, whose spans end at ``cuts``; ``block_fn``: of all, or by worker.
+
+    ``own_ends``: not the ends that other tests have too, since AutoDistributedModelForCausalLM makes them its own.
+    """
     peers = []
     for number, (start, stop) in enumerate(zip((0, *cuts), cuts, strict=False)):
         spec = span(family, start, stop, dtype)
         fn = block_fn.get(number) if isinstance(block_fn, Mapping) else block_fn
         peers.append(Served(spec if fn is None else with_block_fn(spec, fn, fn.__name__), model=family, **limits))
-    return Flow(ends(family, dtype), in_process(peers), (0, cuts[-1]))
+    mine = ModelEnds(folder(family, stored(dtype)), dtype) if own_ends else ends(family, dtype)
+    return Flow(mine, in_process(peers), (0, cuts[-1]))
 
 
 @functools.cache

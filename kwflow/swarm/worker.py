@@ -33,6 +33,7 @@ from kwflow.errors import (
     SpanError,
     UnsupportedError,
     WorkerFailed,
+    WorkerFull,
     to_wire,
 )
 from kwflow.kv import KV
@@ -268,7 +269,7 @@ class ClientConnection:
             size = served.kv_size(batch, max_length, stop - start)
             free = served.limits["kv_bytes"] - served.kv_used
             if size > free:
-                raise WorkerFailed(
+                raise WorkerFull(
                     f"no room for a session of {batch} rows × {max_length} columns × {stop - start} layers: it needs "
                     f"{size / 1e6:.1f} MB of keys and values, {free / 1e6:.1f} MB are free"
                 )

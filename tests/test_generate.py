@@ -1,0 +1,293 @@
+"""Hugging Face's own generate and forward with the layers on workers: the same tokens, types and gradients as locally."""
+
+# B batch, S seq, D hidden
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kwflow as kf
+from kwflow.errors import KwargError, SpanError, UnknownKwarg, UnsupportedError
+from tests.oracle import assert_bits, assert_close, cache_name, layers_of, with_prompts
+from tests.tiny import FAMILIES, HIDDEN, LAYERS, TWO, VOCAB, folder, huggingface, ids, left_padded, make_flow, random
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+D, NEW = HIDDEN, 6
+
+
+def gained(params, hidden, /, *, block, gain: kf.Axes["[layer] [batch] hidden"] = None, **kw):
+    """A worker's own block_fn: what the block adds is multiplied."""
+    out = block(params, hidden, **kw)
+    if gain is None:
+        return out
+    return hidden + (gain if gain.dim() == 1 else gain[:, None]) * (out - hidden)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    """The model over two workers, and the local one."""
+    family = request.param
+    remote = make_flow(family, TWO, block_fn=gained, own_ends=True)
+    return kf.AutoDistributedModelForCausalLM.from_pretrained(folder(family), flow=remote), huggingface(family)
+
+
+def prompt(batch: int = 2, pads: tuple[int, ...] = (0, 3)) -> dict[str, Tensor]:
+    return {"input_ids": ids(batch, 7), "attention_mask": left_padded(pads[:batch], 7)}
+
+
+@contextmanager
+def hooked(model: nn.Module, edit: Callable[[int, Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Within, each layer's output is ``edit(layer, its input, its output)``."""
+
+    def hook(number: int) -> Any:
+        def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
+            tensor = out[0] if isinstance(out, tuple) else out
+            changed = edit(number, args[0], tensor)
+            return (changed, *out[1:]) if isinstance(out, tuple) else changed
+
+        return after
+
+    hooks = [layer.register_forward_hook(hook(n)) for n, layer in enumerate(layers_of(model))]
+    try:
+        yield
+    finally:
+        for one in hooks:
+            one.remove()
+
+
+def adding(by_layer: Mapping[int, Tensor]) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """Add (batch or 1, 1, hidden); beams have copies of each row, one after the other."""
+
+    def edit(layer: int, _: Tensor, out: Tensor) -> Tensor:
+        if layer not in by_layer:
+            return out
+        value = by_layer[layer]
+        return out + (value.repeat_interleave(len(out) // len(value), 0) if len(value) > 1 else value)
+
+    return edit
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 1.3, "top_k": 20},
+    "beams": {"num_beams": 3},
+    "beams, several returned": {"num_beams": 4, "num_return_sequences": 2},
+    "sampled, several returned": {"do_sample": True, "num_return_sequences": 3},
+    "beams, sampled": {"num_beams": 2, "do_sample": True},
+    "ending early": {"num_beams": 3, "eos_token_id": list(range(0, VOCAB, 5)), "early_stopping": True},
+    "greedy, ending early": {"eos_token_id": list(range(0, VOCAB, 4))},
+    "no repeats": {"num_beams": 2, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
+}
+
+
+def generated(model: Any, way: Mapping[str, Any], given: Mapping[str, Any], **kwargs: Any) -> Tensor:
+    torch.manual_seed(5)
+    return model.generate(**given, **{"max_new_tokens": NEW, "do_sample": False, **way}, **kwargs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_tokens_are_the_local_ones(pair: tuple[Any, Any], way: str) -> None:
+    model, local = pair
+    for given in (prompt(), prompt(1), {"input_ids": ids(2, 4)}):
+        ours, theirs = generated(model, WAYS[way], given), generated(local, WAYS[way], given)
+        assert type(ours) is type(theirs) and torch.equal(ours, theirs)
+
+
+V = random(D, seed=1, scale=3.0)
+VB = random(2, D, seed=2, scale=3.0)
+VL = random(LAYERS, D, seed=3, scale=1.5)
+VLB = random(LAYERS, 2, D, seed=4, scale=1.5)
+FORMS: dict[str, tuple[Any, dict[int, Tensor]]] = {
+    "layer: vector": ({2: V}, {2: V[None, None]}),
+    "layer: batch hidden": ({1: kf.axes(VB, "batch hidden"), 3: V}, {1: VB[:, None], 3: V[None, None]}),
+    "hidden": (kf.axes(V, "hidden"), dict.fromkeys(range(LAYERS), V[None, None])),
+    "batch hidden": (kf.axes(VB, "batch hidden"), dict.fromkeys(range(LAYERS), VB[:, None])),
+    "batch hidden of one": (kf.axes(VB[:1], "batch hidden"), dict.fromkeys(range(LAYERS), VB[:1, None])),
+    "layer hidden": (kf.axes(VL, "layer hidden"), {n: VL[n][None, None] for n in range(LAYERS)}),
+    "layer batch hidden": (kf.axes(VLB, "layer batch hidden"), {n: VLB[n][:, None] for n in range(LAYERS)}),
+    "seq hidden of one": (kf.axes(V[None], "seq hidden"), dict.fromkeys(range(LAYERS), V[None, None])),
+    "batch seq hidden": (kf.axes(VB[:, None], "batch seq hidden"), dict.fromkeys(range(LAYERS), VB[:, None])),
+    "layer seq hidden": (kf.axes(VL[:, None], "layer seq hidden"), {n: VL[n][None, None] for n in range(LAYERS)}),
+    "layer batch seq hidden": (kf.axes(VLB[:, :, None], "layer batch seq hidden"), {n: VLB[n][:, None] for n in range(LAYERS)}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", ["greedy", "beams, several returned", "sampled, several returned"])
+def test_steer_of_every_form_is_expanded_over_beams(pair: tuple[Any, Any], form: str, way: str) -> None:
+    model, local = pair
+    steer, by_layer = FORMS[form]
+    ours = generated(model, WAYS[way], prompt(), steer=steer)
+    with hooked(local, adding(by_layer)):
+        theirs = generated(local, WAYS[way], prompt())
+    assert torch.equal(ours, theirs)
+    assert not torch.equal(ours, generated(local, WAYS[way], prompt())), "the vector changed nothing"
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams", "sampled, several returned"])
+def test_prompts_and_own_kwargs(pair: tuple[Any, Any], way: str) -> None:
+    model, local = pair
+    given, p, g = prompt(), random(LAYERS, 2, 3, D, seed=5), random(2, D, seed=6) + 1
+
+    def before(number: int) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...]) -> Any:
+            if args[0].shape[1] == 1:  # decoding: the prefix lies behind
+                return args
+            copies = len(args[0]) // 2
+            mask = given["attention_mask"].repeat_interleave(copies, 0)
+            return (with_prompts(args[0], p[number].repeat_interleave(copies, 0), mask), *args[1:])
+
+        return hook
+
+    ours = generated(model, WAYS[way], given, prompts=p)
+    hooks = [layer.register_forward_pre_hook(before(n)) for n, layer in enumerate(layers_of(local))]
+    theirs = generated(local, WAYS[way], given)
+    for one in hooks:
+        one.remove()
+    assert torch.equal(ours, theirs) and not torch.equal(ours, generated(local, WAYS[way], given))
+
+    ours = generated(model, WAYS[way], given, gain=kf.axes(g, "batch hidden"))
+    multiply = lambda layer, inside, out: inside + g.repeat_interleave(len(out) // 2, 0)[:, None] * (out - inside)  # noqa: E731
+    with hooked(local, multiply):
+        theirs = generated(local, WAYS[way], given)
+    assert torch.equal(ours, theirs)
+    ours = generated(model, WAYS[way], given, **kf.per_layer({2: {"steer": V}}))
+    assert torch.equal(ours, generated(model, WAYS[way], given, steer={2: V}))
+
+
+@pytest.mark.parametrize("way", ["greedy", "beams"])
+def test_the_scores_are_the_local_ones_to_the_bit(pair: tuple[Any, Any], way: str) -> None:
+    model, local = pair
+    more = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    ours, theirs = (generated(m, {**WAYS[way], **more}, prompt()) for m in pair)
+    assert type(ours) is type(theirs) and torch.equal(ours.sequences, theirs.sequences)
+    for a, b in zip((*ours.scores, *ours.logits), (*theirs.scores, *theirs.logits), strict=True):
+        assert_bits(a, b)
+
+
+def test_two_in_a_row_and_after_an_error(pair: tuple[Any, Any]) -> None:
+    model, local = pair
+    baseline = generated(local, {}, prompt())
+    steered = generated(model, {}, prompt(), steer={1: 5 * V})
+    assert torch.equal(generated(model, {}, prompt()), baseline)
+    for bad, error in (
+        ({"stear": {1: V}}, (UnknownKwarg, ValueError)),
+        ({"steer": {9: V}}, SpanError),
+        ({"steer": {1: V[:3]}}, ValueError),
+        ({"steer": kf.axes(random(3, D), "seq hidden")}, KwargError),
+        ({"prompts": random(LAYERS, 3, 2, D)}, ValueError),
+        ({"assistant_model": local}, UnsupportedError),
+    ):
+        with pytest.raises(error):
+            generated(model, {}, prompt(), **bad)
+        assert torch.equal(generated(model, {}, prompt()), baseline)
+    assert torch.equal(generated(model, {}, prompt(), steer={1: 5 * V}), steered)
+    assert not torch.equal(steered, baseline)
+    served = [accept.__self__.kv_used for accept in model.flow.peers.pool.transport._accept.values()]
+    settle_deadline(lambda: [a.__self__.kv_used for a in model.flow.peers.pool.transport._accept.values()] == [0, 0], served)
+
+
+def settle_deadline(condition: Callable[[], bool], what: Any) -> None:
+    import time
+
+    end = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+
+
+def test_other_ways_in(pair: tuple[Any, Any]) -> None:
+    """Positional ids, embeddings, a generation config, and a length in all."""
+    model, local = pair
+    given = prompt()
+    assert torch.equal(model.generate(ids(1, 4), max_new_tokens=3), local.generate(ids(1, 4), max_new_tokens=3))
+    assert torch.equal(generated(model, {"max_new_tokens": None, "max_length": 10}, given), generated(local, {"max_new_tokens": None, "max_length": 10}, given))
+    from transformers import GenerationConfig
+
+    config = {"generation_config": GenerationConfig(max_new_tokens=4, num_beams=2, pad_token_id=0)}
+    ours, theirs = (m.generate(**given, **config) for m in (model, local))
+    assert torch.equal(ours, theirs)
+    embeds = {"inputs_embeds": local.get_input_embeddings()(given["input_ids"]), "attention_mask": given["attention_mask"]}
+    assert torch.equal(generated(model, {}, embeds), generated(local, {}, embeds))
+    assert torch.equal(generated(model, {}, embeds, steer={1: 0 * V}), generated(local, {}, embeds))
+
+
+def test_a_session_is_resumed(pair: tuple[Any, Any]) -> None:
+    model, local = pair
+    both = []
+    for one in pair:
+        first = generated(one, {"return_dict_in_generate": True}, {"input_ids": ids(2, 4)})
+        longer = torch.cat([first.sequences, ids(2, 2, seed=9)], 1)
+        both.append(one.generate(longer, max_new_tokens=3, do_sample=False, past_key_values=first.past_key_values))
+    assert torch.equal(*both)
+    whole = local.generate(longer, max_new_tokens=3, do_sample=False)
+    assert torch.equal(both[0], whole)
+
+
+# ---- forward
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_forward_returns_what_the_model_returns(pair: tuple[Any, Any], batch: int) -> None:
+    model, local = pair
+    given = prompt(batch)
+    ours, theirs = model(**given), local(**given)
+    assert type(ours) is type(theirs)
+    assert_bits(ours.logits, theirs.logits)
+    assert ours.logits.device == theirs.logits.device
+    assert_bits(ours[0], theirs[0])
+    assert_bits(model(**given, labels=given["input_ids"]).loss, local(**given, labels=given["input_ids"]).loss)
+    assert isinstance(model(**given, return_dict=False), tuple)
+    for refused in ("output_hidden_states", "output_attentions"):
+        with pytest.raises(UnsupportedError, match=refused):
+            model(**given, **{refused: True})
+
+
+def test_forward_under_grad_gives_gradients(pair: tuple[Any, Any]) -> None:
+    model, local = pair
+    given, found = prompt(), []
+    for one in pair:
+        v, e = V.clone().requires_grad_(), random(2, 7, D, seed=8).requires_grad_()
+        if one is model:
+            logits = one(inputs_embeds=e, attention_mask=given["attention_mask"], steer={1: v}).logits
+        else:
+            with hooked(one, adding({1: v[None, None]})):
+                logits = one(inputs_embeds=e, attention_mask=given["attention_mask"]).logits
+        (logits * given["attention_mask"][..., None]).square().mean().backward()
+        found.append((v.grad, e.grad))
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b)
+    assert not any(p.requires_grad for p in model.parameters())
+
+
+def test_forward_with_a_cache_is_a_session(pair: tuple[Any, Any]) -> None:
+    model, local = pair
+    given, name = prompt(), cache_name(local)
+    outs = []
+    for one in pair:
+        with torch.no_grad():
+            first = one(**given, use_cache=True)
+            mask = torch.cat([given["attention_mask"], torch.ones(2, 1).long()], 1)
+            outs.append((first.logits, one(ids(2, 1, seed=3), attention_mask=mask, **{name: first[name]}).logits))
+    for a, b in zip(*outs, strict=True):
+        assert_bits(a, b)
+    from transformers import DynamicCache
+
+    with pytest.raises(KwargError, match="DynamicCache"):
+        model(ids(2, 1), **{name: DynamicCache(config=local.config)})
+
+
+def test_from_pretrained(tmp_path: Any) -> None:
+    with pytest.raises(UnknownKwarg, match="Did you mean 'timeout'"):
+        kf.AutoDistributedModelForCausalLM.from_pretrained(folder("gpt2"), tiemout=3)
+    with pytest.raises(TypeError, match="from_pretrained"):
+        kf.AutoDistributedModelForCausalLM()
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("gpt2"), batch_tokens=7, timeout=30)
+    assert model.flow._options.batch_tokens == 7 and isinstance(model, type(huggingface("gpt2")))
+    assert torch.equal(model.generate(**prompt(), max_new_tokens=3), huggingface("gpt2").generate(**prompt(), max_new_tokens=3))

@@ -1,0 +1,442 @@
+"""Sessions: every step has the values of Hugging Face's own cached decoding, whatever the kwargs are at each."""
+
+# B batch, S seq, D hidden
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kwflow as kf
+from kwflow.errors import CallerError, KwargError, KwflowError, SessionError, ShapeError, UnknownKwarg, WorkerFull
+from kwflow.flow import Flow
+from tests.oracle import assert_bits, assert_close, cache_name, residual
+from tests.tiny import (
+    FAMILIES,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    ONE,
+    THREE,
+    TWO,
+    Requests,
+    flow,
+    huggingface,
+    ids,
+    left_padded,
+    make_flow,
+    positions_of,
+    random,
+)
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+B, D = 3, HIDDEN
+MASK = left_padded([0, 2, 5], 8)
+
+
+class Local:
+    """Hugging Face's own cache, step by step."""
+
+    def __init__(self, family: str):
+        self.model, self.cache = huggingface(family), DynamicCache(config=huggingface(family).config)
+
+    def step(self, hidden: Tensor, **local: Any) -> Tensor:
+        return residual(self.model, hidden, cache=self.cache, **local)
+
+
+def positions(family: str, value: Tensor) -> dict[str, Tensor]:
+    return {"position_ids": value} if family == "llama" else {}
+
+
+# ---- values
+
+
+@every_family
+@pytest.mark.parametrize("cuts", [ONE, THREE], ids=str)
+@pytest.mark.parametrize("chunks", [(8,), (3, 1, 4), (1, 1, 6), (1, 7)], ids=str)
+def test_uneven_chunks_are_the_same_chunks_locally(family: str, cuts: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+    hidden, v, at = random(B, 8, D), random(D, seed=1), 0
+    whole = flow(family, cuts)(hidden, attention_mask=MASK, steer={1: v}, **positions(family, positions_of(MASK)))
+    local, real = Local(family), MASK.bool()
+    with flow(family, cuts).session(8) as session:
+        for size in chunks:
+            columns, mask = slice(at, at + size), MASK[:, : at + size]
+            own = positions(family, positions_of(MASK)[:, columns])
+            out = session.step(hidden[:, columns], attention_mask=mask, steer={1: v}, **own)
+            assert_bits(out, local.step(hidden[:, columns], attention_mask=mask, steer={1: v[None, None]}, **own))
+            assert_close(out[real[:, columns]], whole[:, columns][real[:, columns]])
+            at += size
+            assert session.position == at
+
+
+@every_family
+def test_greedy_decoding_of_a_left_padded_batch(family: str) -> None:
+    """12 steps, each equal to a full recompute, and to the bit to Hugging Face's cached decoding."""
+    remote, model, cache = flow(family, TWO), huggingface(family), DynamicCache(config=huggingface(family).config)
+    tokens, mask = ids(B, 8), MASK
+    with remote.session(8 + 12) as session:
+        x = remote.inputs({"input_ids": tokens, "attention_mask": mask})
+        new = tokens
+        for step in range(13):
+            out = session.step(**x)
+            logits = remote.head(out)
+            given = {} if family == "bloom" else {"position_ids": positions_of(mask)[:, -new.shape[1] :]}
+            local = model(new, attention_mask=mask, use_cache=True, **{cache_name(model): cache}, **given).logits
+            assert_bits(logits, local, f"step {step}")
+            again = remote.inputs({"input_ids": tokens, "attention_mask": mask})
+            assert_close(out[:, -1], remote(**again)[:, -1], f"step {step}, recomputed")
+            new = logits[:, -1:].argmax(-1)
+            tokens, mask = torch.cat([tokens, new], 1), torch.cat([mask, torch.ones(B, 1).long()], 1)
+            x = session.inputs(new) if step < 12 else {}
+        assert session.position == 20
+
+
+@every_family
+def test_kwargs_may_change_at_every_step(family: str) -> None:
+    hidden, v, p = random(B, 8, D), random(B, D, seed=1), random(LAYERS, 1, 6, D, seed=2)
+    steps: list[tuple[int, dict[str, Any], dict[str, Any]]] = [
+        (3, {"prompts": p}, {"prompts": dict(enumerate(p))}),
+        (1, {}, {}),
+        (1, {"steer": {2: v[0]}}, {"steer": {2: v[0][None, None]}}),
+        (1, {"steer": kf.axes(v, "batch hidden")}, {"steer": dict.fromkeys(range(LAYERS), v[:, None])}),
+        (2, {"steer": {3: kf.axes(hidden[0, :2], "seq hidden")}}, {"steer": {3: hidden[0, :2][None]}}),
+    ]
+    local, at = Local(family), 0
+    with flow(family, TWO).session(8) as session:
+        for size, given, means in steps:
+            columns = slice(at, at + size)
+            assert_bits(session.step(hidden[:, columns], **given), local.step(hidden[:, columns], **means), f"column {at}")
+            at += size
+
+
+@every_family
+def test_prompts_act_at_token_positions_across_steps(family: str) -> None:
+    """A prefix of 5 over a left-padded prefill in chunks: each row's first 5 tokens, wherever its chunk ends."""
+    hidden, p = random(B, 8, D), random(LAYERS, B, 5, D, seed=1)
+    whole = flow(family, TWO)(hidden, attention_mask=MASK, prompts=p)
+    with flow(family, TWO).session(8) as session:
+        outs = [session.step(hidden[:, a:b], attention_mask=MASK[:, :b], prompts=p) for a, b in ((0, 3), (3, 4), (4, 8))]
+    real = MASK.bool()
+    assert_close(torch.cat(outs, 1)[real], whole[real])
+
+
+@every_family
+def test_a_4d_mask_in_steps(family: str) -> None:
+    hidden = random(B, 4, D)
+    causal = torch.ones(4, 4, dtype=torch.bool).tril().expand(B, 1, 4, 4).clone()
+    causal[1, :, 2:, 0] = False
+    floats = torch.where(causal.expand(B, HEADS, 4, 4), random(B, HEADS, 4, 4, seed=1), -1e9)
+    whole = flow(family, TWO)(hidden, attention_mask=floats)
+    with flow(family, TWO).session(4) as session:
+        first = session.step(hidden[:, :3], attention_mask=floats[:, :, :3, :3])
+        with pytest.raises(SessionError, match="4-D"):
+            session.step(hidden[:, 3:])
+        with pytest.raises(ShapeError, match="key = 3, expected 4"):
+            session.step(hidden[:, 3:], attention_mask=floats[:, :, 3:, :3])
+        with pytest.raises(KwargError, match="4-D"):
+            session.step(hidden[:, 3:], attention_mask=floats[:, :, 3:], prompts=random(LAYERS, 1, 1, D))
+        last = session.step(hidden[:, 3:], attention_mask=floats[:, :, 3:])
+        assert_close(torch.cat([first, last], 1), whole)
+        session.rollback(0)  # nothing 4-D is left
+        assert_bits(session.step(hidden), flow(family, TWO)(hidden))
+    booleans = flow(family, TWO)(hidden, attention_mask=causal)
+    with flow(family, TWO).session(4) as session:
+        outs = [session.step(hidden[:, a:b], attention_mask=causal[:, :, a:b, :b]) for a, b in ((0, 1), (1, 4))]
+    assert_close(torch.cat(outs, 1), booleans)
+
+
+# ---- going back
+
+
+@every_family
+@pytest.mark.parametrize("to", [0, 1, 3, 5])
+def test_rollback(family: str, to: int) -> None:
+    hidden, other = random(B, 5, D), random(B, 3, D, seed=1)
+    mask = left_padded([0, 1, 2], 8)
+    with flow(family, THREE).session(8) as session:
+        session.step(hidden[:, :3], attention_mask=mask[:, :3])
+        session.step(hidden[:, 3:], steer={1: random(D, seed=2)})
+        session.rollback(to)
+        assert session.position == to
+        session.step(hidden[:, to:], attention_mask=mask[:, :5]) if to < 5 else None
+        got = session.step(other)
+    reference = Local(family)
+    with flow(family, THREE).session(8) as session:
+        if to == 5:
+            session.step(hidden[:, :3], attention_mask=mask[:, :3])
+            session.step(hidden[:, 3:], steer={1: random(D, seed=2)})
+        elif to < 4 and to:
+            session.step(hidden[:, :3], attention_mask=mask[:, :3])
+            session.rollback(to)
+            session.step(hidden[:, to:], attention_mask=mask[:, :5])
+        else:
+            session.step(hidden, attention_mask=mask[:, :5])
+        assert_bits(got, session.step(other))
+    if to == 0:  # nothing of the past is left
+        reference.step(hidden, attention_mask=mask[:, :5])
+        assert_bits(got, reference.step(other, attention_mask=mask))
+
+
+@every_family
+def test_reorder(family: str) -> None:
+    """Rows become what other rows were; their masks and kwargs-made values go with them."""
+    hidden, nexts = random(B, 8, D), random(B, 3, D, seed=1)
+    order = torch.tensor([2, 0, 0])
+    whole = torch.cat([hidden[order], nexts], 1)
+    mask = torch.cat([MASK[order], torch.ones(B, 3).long()], 1)
+    expected = flow(family, TWO)(whole, attention_mask=mask, **positions(family, positions_of(mask)))
+    with flow(family, TWO).session(12) as session:
+        session.step(hidden, attention_mask=MASK, **positions(family, positions_of(MASK)))
+        session.reorder(order)
+        assert_close(session.step(nexts[:, :1])[:, -1], expected[:, 8], "after a reorder")
+        session.rollback(8)
+        session.step(nexts[:, :1], attention_mask=mask[:, :9])
+        # twice between two steps, and the identity
+        session.reorder([1, 2, 0])
+        session.reorder([2, 0, 1])
+        session.reorder([0, 1, 2])
+        assert_close(session.step(nexts[:, 1:2])[:, -1], expected[:, 9])
+        # a reorder and a rollback, in both orders
+        session.reorder([0, 0, 0])
+        session.rollback(9)
+        out = session.step(nexts[:1, 1:2].expand(B, 1, D).contiguous())
+        assert_close(out, expected[:1, 9:10].expand(B, 1, D))
+    for bad in ([0, 1], [0, 1, 3], [0, 1, -1], [0.0, 1.0, 2.0]):
+        with flow(family, TWO).session(12) as session:
+            session.step(hidden)
+            with pytest.raises(SessionError, match="reorder takes 3 row numbers"):
+                session.reorder(bad)
+    with pytest.raises(SessionError, match="before the first step"):
+        flow(family, TWO).session(12).reorder([0])
+
+
+def test_a_step_taken_again_is_the_same_step() -> None:
+    """An interrupted step did not happen here, and may have happened there: its start column says so."""
+    hidden, remote = random(B, 6, D), flow("llama", TWO)
+    with remote.session(6) as session, remote.session(6) as other:
+        first = session.step(hidden[:, :4])
+        other.step(hidden[:, :4])
+        lost = session.step(hidden[:, 4:5] * 3, attention_mask=left_padded([0, 0, 5], 5) | torch.tensor([[1] * 4 + [0]]), steer={0: random(D)})
+        session.position, session._mask = 4, None  # what an interrupt leaves: the worker is ahead of the client
+        again = session.step(hidden[:, 4:])
+        assert_bits(again, other.step(hidden[:, 4:]))
+        assert first.shape[1] == 4 and not torch.equal(lost, again[:, :1])
+
+
+def test_a_step_that_raises_on_a_worker_did_not_happen() -> None:
+    def fussy(params, hidden, /, *, block, fail: bool = False, **kw):
+        if fail and block.layer == 2:
+            raise ValueError("as asked")
+        return block(params, hidden, **kw)
+
+    hidden, remote = random(B, 6, D), make_flow("gpt2", THREE, block_fn=fussy)
+    with remote.session(6) as session:
+        session.step(hidden[:, :4])
+        with pytest.raises(CallerError, match="as asked"):
+            session.step(hidden[:, 4:5] * 2, fail=True)
+        assert session.position == 4
+        out = session.step(hidden[:, 4:])
+    assert_close(out, flow("gpt2", ONE)(hidden)[:, 4:])
+
+
+# ---- positions
+
+
+def test_positions_go_on_from_the_last_given() -> None:
+    hidden, local = random(B, 9, D), Local("llama")
+    given = torch.tensor([[5, 9, 2], [0, 1, 2], [7, 7, 7]])
+    with flow("llama", TWO).session(10) as session:
+        session.step(hidden[:, :2])  # none were given: columns 0, 1
+        local.step(hidden[:, :2], position_ids=torch.arange(2)[None])
+        assert_bits(session.step(hidden[:, 2:5], position_ids=given), local.step(hidden[:, 2:5], position_ids=given))
+        for at, size in ((5, 1), (6, 2)):
+            meant = given[:, -1:] + torch.arange(at - 4, at - 4 + size)
+            columns = slice(at, at + size)
+            assert_bits(session.step(hidden[:, columns]), local.step(hidden[:, columns], position_ids=meant))
+        one = torch.tensor([[40]])  # one row for all
+        assert_bits(session.step(hidden[:, 8:], position_ids=one), local.step(hidden[:, 8:], position_ids=one))
+
+
+@pytest.mark.parametrize(("to", "last"), [(4, 9), (3, 5), (2, 1), (1, 0), (5, 2)])
+def test_positions_after_a_rollback_into_a_step(to: int, last: int) -> None:
+    hidden, nexts = random(1, 5, D), random(1, 2, D, seed=1)
+    given = torch.tensor([[5, 9, 2]])
+    with flow("llama", TWO).session(8) as session, flow("llama", TWO).session(8) as other:
+        for s in (session, other):
+            s.step(hidden[:, :2])
+            s.step(hidden[:, 2:], position_ids=given)
+            s.rollback(to)
+        assert_bits(session.step(nexts), other.step(nexts, position_ids=last + torch.tensor([[1, 2]])))
+
+
+def test_positions_follow_a_reorder() -> None:
+    hidden, nexts = random(2, 3, D), random(2, 1, D, seed=1)
+    given = torch.tensor([[5, 6, 7], [0, 1, 2]])
+    with flow("llama", TWO).session(8) as session, flow("llama", TWO).session(8) as other:
+        for s in (session, other):
+            s.step(hidden, position_ids=given)
+            s.reorder([1, 0])
+        assert_bits(session.step(nexts), other.step(nexts, position_ids=torch.tensor([[3], [8]])))
+
+
+def test_inputs_of_the_next_tokens() -> None:
+    """Learned positions count each row's unmasked tokens; a pad among the next ones is remembered."""
+    remote, tokens = flow("gpt2", TWO), ids(2, 4)
+    mask = left_padded([0, 2], 4)
+    with remote.session(10) as session:
+        session.step(**remote.inputs({"input_ids": tokens, "attention_mask": mask}))
+        x = session.inputs(ids(2, 2, seed=1))
+        expected = remote.embed(ids(2, 2, seed=1), position_ids=torch.tensor([[4, 5], [2, 3]]))
+        assert_bits(x["hidden"], expected)
+        assert x["attention_mask"].tolist() == [[1] * 6, [0, 0, 1, 1, 1, 1]]
+        session.step(**x)
+        x = session.inputs({"input_ids": ids(2, 1), "attention_mask": torch.tensor([[0], [1]])})
+        session.step(**x)
+        x = session.inputs(ids(2, 1))
+        assert_bits(x["hidden"], remote.embed(ids(2, 1), position_ids=torch.tensor([[6], [5]])))
+        with pytest.raises(ShapeError, match="the session has 2 rows"):
+            session.inputs(ids(3, 1))
+
+
+# ---- refusals
+
+
+def refused(session: Any, error: type[KwflowError], says: str, hidden: Tensor, **kwargs: Any) -> None:
+    before = session.position
+    with pytest.raises(error, match=says):
+        session.step(hidden, **kwargs)
+    assert session.position == before
+
+
+def test_what_a_session_cannot_take_is_refused_before_anything_is_sent() -> None:
+    remote, hidden = flow("llama", TWO), random(2, 8, D)
+    mask = left_padded([0, 1], 4)
+    with remote.session(5) as session, Requests(remote) as requests:
+        session.step(hidden[:, :3], attention_mask=mask[:, :3])
+        sent, one = len(requests), hidden[:, 3:4]
+        refused(session, SessionError, r"columns 3:8 do not fit max_length 5", hidden[:, 3:])
+        refused(session, SessionError, "the session has 2 rows", hidden[:1, 3:4])
+        refused(session, ShapeError, "hidden is", one[..., :-1])
+        refused(session, SessionError, "differs from the session's in its first 3 columns", one, attention_mask=torch.ones(2, 4).long())
+        refused(session, ShapeError, "key = 1, expected 4", one, attention_mask=torch.ones(2, 1).long())
+        refused(session, UnknownKwarg, "Did you mean 'steer'", one, stear={1: one})
+        refused(session, ShapeError, "seq = 2, expected 1", one, position_ids=torch.zeros(2, 2).long())
+        refused(session, SessionError, "not differentiable", one.clone().requires_grad_())
+        refused(session, SessionError, "not differentiable", one, steer={1: torch.ones(D, requires_grad=True)})
+        for bad in (-1, 4, 1.0):
+            with pytest.raises(SessionError, match="rollback"):
+                session.rollback(bad)  # type: ignore[arg-type]
+        with pytest.raises(SessionError, match="not differentiable"):
+            torch.func.grad(lambda h: session.step(h).sum())(one)
+        assert len(requests) == sent
+        with torch.no_grad():
+            session.step(one.clone().requires_grad_(), attention_mask=mask, steer={1: torch.ones(D, requires_grad=True)})
+        assert len(requests) > sent
+    refused(session, SessionError, "closed", hidden[:, 4:5])
+    session.close()  # again does nothing
+    for bad in (0, -1, 2.5):
+        with pytest.raises(SessionError, match="max_length"):
+            remote.session(bad)  # type: ignore[arg-type]
+
+
+@every_family
+def test_an_omitted_mask_goes_on_with_ones(family: str) -> None:
+    hidden, local = random(B, 8, D), Local(family)
+    mask = left_padded([0, 1, 2], 8)
+    with flow(family, TWO).session(8) as session:
+        for a, b in ((0, 3), (3, 5), (5, 8)):
+            given = {"attention_mask": mask[:, :b]} if b == 3 else {}
+            assert_bits(session.step(hidden[:, a:b], **given), local.step(hidden[:, a:b], attention_mask=mask[:, :b]))
+
+
+@every_family
+def test_a_mask_that_begins_late(family: str) -> None:
+    """Columns without a mask, then one with a hole in the middle: the past is ones."""
+    hidden, local = random(2, 6, D), Local(family)
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 1]])
+    with flow(family, TWO).session(6) as session:
+        session.step(hidden[:, :3])
+        local.step(hidden[:, :3], attention_mask=mask[:, :3])
+        out = session.step(hidden[:, 3:], attention_mask=mask)
+        assert_bits(out, local.step(hidden[:, 3:], attention_mask=mask))
+
+
+# ---- room
+
+
+def kv_used(remote: Flow) -> list[int]:
+    found = []
+    for accept in remote.peers.pool.transport._accept.values():  # type: ignore[attr-defined]
+        found.append(accept.__self__.kv_used)
+    return found
+
+
+def settle(remote: Flow, want: list[int]) -> None:
+    import time
+
+    deadline = time.monotonic() + 5
+    while kv_used(remote) != want:
+        assert time.monotonic() < deadline, f"{kv_used(remote)} in use, expected {want}"
+        time.sleep(0.005)
+
+
+def test_keys_and_values_have_a_budget() -> None:
+    one = 2 * 8 * 2 * 2 * HIDDEN * 4  # rows, columns, layers, keys and values, floats
+    remote, hidden = make_flow("gpt2", TWO, kv_bytes=2 * one), random(2, 3, D)
+    assert kv_used(remote) == [0, 0]
+    first, second = remote.session(8), remote.session(8)
+    expected = first.step(hidden)
+    second.step(hidden)
+    assert kv_used(remote) == [2 * one, 2 * one]
+    third = remote.session(8)
+    with pytest.raises(WorkerFull, match=r"no room for a session of 2 rows × 8 columns × 2 layers: .*MB are free"):
+        third.step(hidden)
+    # a worker that is full has not failed: it goes on serving
+    assert_bits(remote(hidden), expected)
+    first.step(hidden)
+    second.close()
+    settle(remote, [one, one])
+    assert_bits(third.step(hidden), expected)
+    first.close()
+    third.close()
+    settle(remote, [0, 0])
+
+
+def test_an_abandoned_session_frees_its_room() -> None:
+    import gc
+
+    remote = make_flow("gpt2", TWO)
+    session = remote.session(8)
+    session.step(random(2, 3, D))
+    assert all(kv_used(remote))
+    del session
+    gc.collect()
+    settle(remote, [0, 0])
+
+
+def test_sessions_and_calls_do_not_meet() -> None:
+    """Two sessions and plain calls, interleaved, each as if alone."""
+    remote, hidden, other = flow("llama", TWO), random(B, 6, D), random(B, 6, D, seed=1)
+    v = random(D, seed=2)
+    with remote.session(6) as a, remote.session(6) as b:
+        outs: list[list[Tensor]] = [[], []]
+        for n in range(6):
+            outs[0].append(a.step(hidden[:, n : n + 1], steer={1: v}))
+            remote(other, steer={0: 9 * v})
+            outs[1].append(b.step(other[:, n : n + 1]))
+    for x, found, steer in ((hidden, outs[0], {1: v[None, None]}), (other, outs[1], {})):
+        local = Local("llama")
+        for n, out in enumerate(found):
+            assert_bits(out, local.step(x[:, n : n + 1], steer=steer))
+
+
+def test_a_slice_has_sessions_too() -> None:
+    hidden, remote = random(B, 4, D), flow("gpt2", TWO)
+    with remote[1:3].session(4) as session:
+        out = torch.cat([session.step(hidden[:, :3]), session.step(hidden[:, 3:])], 1)
+    assert_close(out, remote[1:3](hidden))
+    assert "layers 1:3" in repr(session) and "closed" in repr(session)
