@@ -513,7 +513,7 @@ def test_plain_double_backward(family: str, case: Case, rows: int) -> None:
     compare(twice, ours, local)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_gradcheck(family: str) -> None:
     """Finite differences, first and second order; llama's norms are lifted to float64 by its workers.
 

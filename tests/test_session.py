@@ -27,10 +27,12 @@ from tests.tiny import (
     flow,
     huggingface,
     ids,
+    kv_used,
     left_padded,
     make_flow,
     positions_of,
     random,
+    settle,
 )
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -233,14 +235,15 @@ def test_a_step_that_raises_on_a_worker_did_not_happen() -> None:
             raise ValueError("as asked")
         return block(params, hidden, **kw)
 
-    hidden, remote = random(B, 6, D), make_flow("gpt2", THREE, block_fn=fussy)
+    hidden, remote, order = random(B, 6, D), make_flow("gpt2", THREE, block_fn=fussy), [2, 0, 1]
     with remote.session(6) as session:
         session.step(hidden[:, :4])
-        with pytest.raises(CallerError, match="as asked"):
+        session.reorder(order)
+        with pytest.raises(CallerError, match="as asked"):  # after some workers have reordered and appended
             session.step(hidden[:, 4:5] * 2, fail=True)
         assert session.position == 4
         out = session.step(hidden[:, 4:])
-    assert_close(out, flow("gpt2", ONE)(hidden)[:, 4:])
+    assert_close(out, flow("gpt2", ONE)(torch.cat([hidden[order, :4], hidden[:, 4:]], 1))[:, 4:])
 
 
 # ---- positions
@@ -366,22 +369,6 @@ def test_a_mask_that_begins_late(family: str) -> None:
 
 
 # ---- room
-
-
-def kv_used(remote: Flow) -> list[int]:
-    found = []
-    for accept in remote.peers.pool.transport._accept.values():  # type: ignore[attr-defined]
-        found.append(accept.__self__.kv_used)
-    return found
-
-
-def settle(remote: Flow, want: list[int]) -> None:
-    import time
-
-    deadline = time.monotonic() + 5
-    while kv_used(remote) != want:
-        assert time.monotonic() < deadline, f"{kv_used(remote)} in use, expected {want}"
-        time.sleep(0.005)
 
 
 def test_keys_and_values_have_a_budget() -> None:

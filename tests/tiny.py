@@ -11,6 +11,7 @@ import atexit
 import functools
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,19 @@ class Requests:
 
     def __len__(self) -> int:
         return len(self.seen)
+
+
+def kv_used(flow: Flow) -> list[int]:
+    """Bytes that each worker keeps for sessions."""
+    return [accept.__self__.kv_used for accept in flow.peers.pool.transport._accept.values()]  # type: ignore[attr-defined]
+
+
+def settle(flow: Flow, want: list[int]) -> None:
+    """Wait until the workers have freed what closed sessions held."""
+    deadline = time.monotonic() + 5
+    while kv_used(flow) != want:
+        assert time.monotonic() < deadline, f"{kv_used(flow)} in use, expected {want}"
+        time.sleep(0.005)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:

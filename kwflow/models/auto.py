@@ -6,9 +6,10 @@ the bridge (a ContextVar) says: a flow, a session, or nothing at all (embed and 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -213,7 +214,7 @@ class Distributed:
         A plain differentiable call; with ``use_cache=True``, and nothing that requires grad, a session, which the
         output's cache stands for.
         """
-        own, given = self._take_kwargs(kwargs)
+        own, given = self._take_kwargs(kwargs, _EXTRAS)
         bound = inspect.signature(super().forward).bind(*args, **given)  # type: ignore[misc]
         call = bound.arguments
         call.update(call.pop("kwargs", {}))
@@ -226,8 +227,7 @@ class Distributed:
         if cache is not None and not isinstance(cache, RemoteCache):
             raise KwargError(f"{cache_name} is a {type(cache).__name__}; give the cache that this model returned")
         if cache is None and wants_cache and not self._differentiates([*own.values(), call.get("inputs_embeds")]):
-            length = min(getattr(self.config, "max_position_embeddings", None) or 2048, 2048)  # type: ignore[attr-defined]
-            cache = RemoteCache(self.flow.session(length))
+            cache = RemoteCache(self.flow.session(self._room()))
         own = {**(_kwargs.get() or {}), **own}
 
         def remote(hidden: Tensor, layer_kwargs: Mapping[str, Any]) -> Tensor:
@@ -249,7 +249,7 @@ class Distributed:
     @torch.no_grad()
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Hugging Face's own generate; kwargs of the blocks act at every step, expanded over beams by their axes."""
-        own, given = self._take_kwargs(kwargs)
+        own, given = self._take_kwargs(kwargs, _EXTRAS | _generate_names(type(self)))
         self._refuse(own, given)
         cache_name = cache_argument(super().forward)  # type: ignore[misc]
         mine: Session | None = None
@@ -267,15 +267,22 @@ class Distributed:
             new = setting("max_new_tokens", None)
             total = prompt + new if new is not None else max(setting("max_length", 20), prompt + 1)
             repeats = max(setting("num_beams", 1), setting("num_return_sequences", 1))
-            session = mine = self.flow.session(total + 1)
+            if setting("return_dict_in_generate", False):  # the caller gets the cache, and may go on from it
+                session = self.flow.session(max(total + 1, self._room()))
+            else:
+                session = mine = self.flow.session(total + 1)
             given[cache_name] = RemoteCache(session, repeats)
         token = _kwargs.set(own)
         try:
             return super().generate(*args, **given)  # type: ignore[misc]
         finally:
             _kwargs.reset(token)
-            if mine is not None and not given.get("return_dict_in_generate"):
+            if mine is not None:
                 mine.close()
+
+    def _room(self) -> int:
+        """Columns of a session whose length nobody said."""
+        return min(getattr(self.config, "max_position_embeddings", None) or 2048, 2048)  # type: ignore[attr-defined]
 
     def _differentiates(self, values: Sequence[Any]) -> bool:
         if not torch.is_grad_enabled():
@@ -285,13 +292,21 @@ class Distributed:
         tensors = [leaf if isinstance(leaf, Tensor) else leaf.tensor for leaf in leaves]
         return any(t.requires_grad for t in (*tensors, *self.parameters()))  # type: ignore[attr-defined]
 
-    def _take_kwargs(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Split off what the blocks take: it must not reach transformers, which drops or repeats it."""
-        if not kwargs:
-            return {}, {}
+    def _take_kwargs(self, kwargs: Mapping[str, Any], known: Set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Split off what the blocks take: it must not reach transformers, which drops or repeats it.
+
+        Raises UnknownKwarg for what neither side takes: a family's ``**kwargs`` would swallow it without a word.
+        """
+        theirs = known | _forward_names(type(self))
+        if kwargs.keys() <= theirs:
+            return {}, dict(kwargs)
         taken = self.flow.kwargs()
-        own = {name: value for name, value in kwargs.items() if name in taken or isinstance(value, PerLayer)}
-        return own, {name: value for name, value in kwargs.items() if name not in own}
+        own = {name: value for name, value in kwargs.items() if name in taken}
+        given = {name: value for name, value in kwargs.items() if name not in own}
+        for name in given.keys() - theirs:
+            hint = did_you_mean(name, [*taken, *theirs])
+            raise UnknownKwarg(f"the model got {name!r}; its blocks take {', '.join(sorted(taken))}.{hint}")
+        return own, given
 
     def _refuse(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         for name, why in _NOT_HERE.items():
@@ -318,6 +333,24 @@ def distributed(hf: type) -> type:
     return type(f"Distributed{hf.__name__}", (Distributed, hf), {"forward": forward})
 
 
+@functools.cache
+def _forward_names(cls: type) -> frozenset[str]:
+    return frozenset(inspect.signature(cls.forward).parameters) - {"self", "kwargs"}  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _generate_names(cls: type) -> frozenset[str]:
+    """What generate takes: its own arguments and whatever a GenerationConfig has."""
+    from transformers import GenerationConfig
+
+    own = inspect.signature(super(Distributed, cls).generate).parameters  # type: ignore[misc]
+    return frozenset(own) | frozenset(vars(GenerationConfig())) - {"self", "kwargs"}
+
+
+# what transformers' forwards read from their **kwargs
+_EXTRAS = frozenset(
+    {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "num_items_in_batch"}
+)
 _NOT_HERE = {
     "assistant_model": "assisted decoding is not supported yet",
     "prompt_lookup_num_tokens": "prompt lookup decoding is not supported yet",
