@@ -6,8 +6,13 @@ Progress goes to stderr. ``--quick`` shows in a few minutes that everything runs
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
+
+# NOTE [passive] before torch is imported, and for the workers too: threads of OpenMP that spin while they wait make two
+# threads 4 to 15 times slower than one as soon as anything else runs on the cores (measured on 2 cores).
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.measure import FULL, QUICK, Setting, measure
 from benchmarks.report import report
@@ -16,7 +21,7 @@ from kwflow.errors import KwflowError
 
 def main() -> int:
     """Measure, print, and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="kwflow beside the local model.")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller runs")
     parser.add_argument("--model", default="smollm2-135m", help="a folder, a hub id, or smollm2-135m")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="torch threads of each process")

@@ -32,7 +32,8 @@ def headline(setting: Setting) -> str:
         f"Workers are processes on this machine, over libp2p on loopback; the local side is the same Hugging Face "
         f"model in the same run, with as many threads as each worker. Ratio: local time / time through the workers, "
         f"above 1 is faster than local; medians [lowest, highest] of {repeats} interleaved repetitions. "
-        f"A worker recomputes its forward pass in backward."
+        f"A worker recomputes its forward pass in backward. Every process runs with "
+        f"OMP_WAIT_POLICY={os.environ.get('OMP_WAIT_POLICY', 'unset')}; the local one also holds the clients."
     )
 
 

@@ -1,7 +1,7 @@
 """``kwflow demo``: two worker processes, one local model, and a table of what was measured between them in this run.
 
 Every proof has the same oracle: Hugging Face's own model in this process, changed by plain hooks written here. One of
-the few modules that put the parts together; transformers is imported inside the function that loads the oracle.
+the few modules that put the parts together.
 """
 
 # S seq, P prefix, D hidden
@@ -76,13 +76,13 @@ def run_demo(model: str = "smollm2-135m", tokens: int = 40) -> int:
     if tokens < 2:
         raise KwargError(f"the demo needs 2 tokens or more to compare, got {tokens}")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for ✓, and nothing fails
+        sys.stdout.reconfigure(errors="replace")  # a terminal without UTF-8 shows ? for ×, and nothing fails
     console, began = Console(highlight=False), time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         facts, texts = _run(console, model, tokens)
     console.print()
-    console.print(_table(facts, model))
+    console.print(_table(facts, model, plain=not console.encoding.lower().startswith("utf")))
     console.print(_both(texts))
     failed = sum(fact.ok is False for fact in facts)
     proofs = sum(fact.ok is not None for fact in facts)
@@ -104,9 +104,10 @@ def _run(console: Console, model: str, tokens: int) -> tuple[list[Fact], dict[st
                 local = _load_local(str(folder))
             finally:
                 swarm = future.result()
-    with swarm:
-        from kwflow.models.auto import AutoDistributedModelForCausalLM
+    from kwflow.models.auto import AutoDistributedModelForCausalLM
+    from kwflow.models.families import quiet
 
+    with swarm, quiet():
         with _stage(console, "join the swarm over libp2p"):
             remote = AutoDistributedModelForCausalLM.from_pretrained(model, initial_peers=swarm.peers)
         lab = Lab(swarm, remote, local, tokens)
@@ -116,15 +117,17 @@ def _run(console: Console, model: str, tokens: int) -> tuple[list[Fact], dict[st
 
 
 def _load_local(folder: str) -> Any:
-    """Hugging Face's own model: the oracle."""
+    """Hugging Face's own model, whole, in this process: the oracle."""
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # transformers asks it too, when it is imported
+    from kwflow.models.families import quiet, read_config, skeleton
 
     torch.set_num_threads(THREADS)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().requires_grad_(False)
+    with quiet():
+        own = type(skeleton(read_config(folder)[0]))  # the class that AutoModelForCausalLM chooses
+        return own.from_pretrained(folder, dtype="auto").eval().requires_grad_(False)  # type: ignore[attr-defined]
 
 
 def _prove(console: Console, lab: Lab) -> tuple[list[Fact], dict[str, str]]:
@@ -391,14 +394,15 @@ def _stage(console: Console, what: str) -> Iterator[None]:
     console.print(f"{time.monotonic() - began:6.1f} s  {what}", markup=False)
 
 
-def _table(facts: list[Fact], model: str) -> Table:
+def _table(facts: list[Fact], model: str, *, plain: bool) -> Table:
     table = Table(title=f"Measured in this run: {model}", box=box.SIMPLE_HEAD, show_lines=True, title_justify="left")
     table.add_column("what was shown", ratio=5)
     table.add_column("measured", ratio=4)
-    table.add_column("", width=1)
+    table.add_column("", width=2 if plain else 1)
+    held, failed = ("ok", "NO") if plain else ("✓", "✗")
+    marks = {True: Text(held, "green"), False: Text(failed, "red"), None: Text("")}
     for fact in facts:
-        mark = {True: "[green]✓[/green]", False: "[red]✗[/red]", None: " "}[fact.ok]
-        table.add_row(Text(fact.sentence), Text(fact.measured), mark)
+        table.add_row(Text(fact.sentence), Text(fact.measured), marks[fact.ok])
     return table
 
 

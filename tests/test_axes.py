@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Sequence
 
@@ -174,7 +175,14 @@ def test_spread_broadcasts_by_name(leaf: Axed) -> None:
 def test_every_adjoint_has_a_test() -> None:
     """An operation that is added here needs its dot-product test."""
     module = inspect.getmodule(part)  # kwflow.axes is the function
-    tested = {"part_adjoint", "join_adjoint", "pick_layer_adjoint", "expand_adjoint", "repeat_rows_adjoint", "index_rows_adjoint"}
+    tested = {
+        "part_adjoint",
+        "join_adjoint",
+        "pick_layer_adjoint",
+        "expand_adjoint",
+        "repeat_rows_adjoint",
+        "index_rows_adjoint",
+    }
     assert {name for name in vars(module) if name.endswith("_adjoint")} == tested
 
 
@@ -218,7 +226,10 @@ def test_steps_join_only_where_values_allow() -> None:
     assert join_steps([Axed(v, ("hidden",)), Axed(v + 1, ("hidden",))], [2, 1]) is None
     assert join_steps([Axed(v, ("hidden",)), Axed(v.float(), ("hidden",))], [2, 1]) is None
     assert join_steps([Axed(v, ("hidden",)), Axed(v, ("seq",))], [2, 1]) is None
-    narrow, wide = Axed(_noise((1, 2, 4), 1), ("batch", "seq", "hidden")), Axed(_noise((3, 2, 4), 1), ("batch", "seq", "hidden"))
+    narrow, wide = (
+        Axed(_noise((1, 2, 4), 1), ("batch", "seq", "hidden")),
+        Axed(_noise((3, 2, 4), 1), ("batch", "seq", "hidden")),
+    )
     assert join_steps([narrow, wide], [2, 2]) is None
 
 
@@ -330,8 +341,8 @@ def test_a_free_axis_has_one_size_within_a_kwarg() -> None:
 
 def test_importing_the_module_does_not_hide_the_function() -> None:
     """kwflow.axes and kwflow.connect are modules too; whoever imports them first must not break kf.axes(...)."""
-    import kwflow.axes
-    import kwflow.connect
+    for name in ("kwflow.axes", "kwflow.connect"):
+        importlib.import_module(name)
 
     assert inspect.isfunction(kf.axes) and inspect.isfunction(kf.connect) and inspect.isfunction(kf.per_layer)
     assert kf.errors is errors

@@ -29,9 +29,7 @@ def test_blocks_by_hand_are_the_model(family: str) -> None:
     for layer, (block_fn, params) in enumerate(kf.load_blocks(folder(family))):
         own: dict[str, Any] = {"steer": v} if layer == 1 else {"prompts": p} if layer == 2 else {}
         x = block_fn(params, x, attention_mask=MASK, **own)
-    reference = residual(
-        huggingface(family), hidden, attention_mask=MASK, steer={1: v[None, None]}, prompts={2: p}
-    )
+    reference = residual(huggingface(family), hidden, attention_mask=MASK, steer={1: v[None, None]}, prompts={2: p})
     assert_bits(x, reference)
 
 
@@ -51,7 +49,12 @@ def test_a_chain_splits_kwargs_by_layer(family: str) -> None:
 def test_a_block_is_pure(family: str) -> None:
     spec = load_span(folder(family), 0, LAYERS)
     before = [{k: t.clone() for k, t in params.items()} for params in spec.params]
-    inputs = {"hidden": random(2, 5, HIDDEN), "steer": random(2, HIDDEN, seed=1), "prompts": random(LAYERS, 2, 2, HIDDEN, seed=2), "mask": MASK.clone()}
+    inputs = {
+        "hidden": random(2, 5, HIDDEN),
+        "steer": random(2, HIDDEN, seed=1),
+        "prompts": random(LAYERS, 2, 2, HIDDEN, seed=2),
+        "mask": MASK.clone(),
+    }
     copies = {k: t.clone() for k, t in inputs.items()}
 
     def call() -> Tensor:
@@ -95,7 +98,12 @@ def test_a_block_refuses_what_it_would_ignore(family: str) -> None:
     hidden = random(2, 5, HIDDEN)
     with pytest.raises(UnknownKwarg, match="Did you mean 'steer'"):
         block_fn(params, hidden, stear=hidden)
-    for ignored in ("use_cache", "output_attentions", "cache_position", "kwargs"):  # a layer's **kwargs would swallow them
+    for ignored in (
+        "use_cache",
+        "output_attentions",
+        "cache_position",
+        "kwargs",
+    ):  # a layer's **kwargs would swallow them
         with pytest.raises(UnknownKwarg, match=ignored):
             block_fn(params, hidden, **{ignored: True})
     with pytest.raises(ShapeError, match="hidden = 3"):
@@ -134,7 +142,16 @@ def test_float64_is_float64_throughout() -> None:
 
 def test_own_kwargs_are_typed_by_axes() -> None:
     def fn(
-        params, hidden, /, *, block, gain: kf.Axes["layer hidden | hidden"], scale: float = 1.0, tree: dict = None, n: int = 1, **kw
+        params,
+        hidden,
+        /,
+        *,
+        block,
+        gain: kf.Axes["layer hidden | hidden"],
+        scale: float = 1.0,
+        tree: dict = None,
+        n: int = 1,
+        **kw,
     ):
         return block(params, hidden, **kw)
 
@@ -182,7 +199,7 @@ def test_a_block_fn_without_kw_takes_its_own_only() -> None:
 def test_the_bound_block_knows_its_layer_and_takes_prompts_and_steer() -> None:
     seen = []
 
-    def own(params, hidden, /, *, block, v: kf.Axes["hidden"] = None, **kw):
+    def own(params, hidden, /, *, block, v: kf.Axes["hidden"] = None, **kw):  # noqa: UP037
         seen.append(block.layer)
         if block.layer == 2:
             return block(params, hidden, steer=v)
@@ -203,7 +220,7 @@ def test_the_bound_block_knows_its_layer_and_takes_prompts_and_steer() -> None:
 def test_what_a_block_fn_raises_or_returns_is_explained() -> None:
     hidden = random(1, 3, HIDDEN)
 
-    def broken(params, hidden, /, *, block, gain: kf.Axes["free"] = None, **kw):
+    def broken(params, hidden, /, *, block, gain: kf.Axes["free"] = None, **kw):  # noqa: F821, UP037
         return hidden @ gain
 
     def odd(params, hidden, /, *, block, kind: str = "", **kw):

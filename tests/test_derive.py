@@ -49,9 +49,13 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "jvp": lambda f: jvp(lambda x, y: f(x, y, W, INTS), (X, Y), (Y, X)),
     "jvp of one": lambda f: jvp(lambda y: f(X, y, W, INTS), (Y,), (X,)),
     "vmap": lambda f: vmap(f, in_dims=(0, None, None, None))(torch.stack([X, Y]), Y, W, INTS),
-    "vmap of another dim": lambda f: vmap(f, in_dims=(1, 0, None, None))(torch.stack([X, Y], 1), torch.stack([Y, X]), W, INTS),
+    "vmap of another dim": lambda f: vmap(f, in_dims=(1, 0, None, None))(
+        torch.stack([X, Y], 1), torch.stack([Y, X]), W, INTS
+    ),
     "vmap of ints": lambda f: vmap(f, in_dims=(None, None, None, 0))(X, Y, W, torch.stack([INTS, INTS.flip(0)])),
-    "vmap of vmap": lambda f: vmap(lambda x: vmap(lambda y: f(x, y, W, INTS))(torch.stack([X, Y])))(torch.stack([Y, X, X])),
+    "vmap of vmap": lambda f: vmap(lambda x: vmap(lambda y: f(x, y, W, INTS))(torch.stack([X, Y])))(
+        torch.stack([Y, X, X])
+    ),
     "vmap of grad": lambda f: vmap(grad(lambda x: f(x, Y, W, INTS).sum()))(torch.stack([X, Y])),
     "grad of vmap": lambda f: grad(lambda x: vmap(lambda y: f(x, y, W, INTS))(torch.stack([X, Y])).sum())(X),
     "jacrev": lambda f: jacrev(lambda y: f(X, y, W, INTS))(Y),
@@ -60,9 +64,13 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
     "reverse over reverse": lambda f: jacrev(jacrev(lambda x: f(x, Y, W, INTS)))(X),
     "forward over forward": lambda f: jacfwd(jacfwd(lambda x: f(x, Y, W, INTS)))(X),
     "reverse over forward": lambda f: jacrev(jacfwd(lambda x: f(x, Y, W, INTS)))(X),
-    "third order": lambda f: grad(lambda a: grad(lambda b: grad(lambda c: f(c, Y, W, INTS).sum())(b).sum())(a).sum())(X),
+    "third order": lambda f: grad(lambda a: grad(lambda b: grad(lambda c: f(c, Y, W, INTS).sum())(b).sum())(a).sum())(
+        X
+    ),
     "zeros for what is unused": lambda f: grad(lambda w: f(X, Y, w, INTS).sum())(W),
-    "vmap of jvp of grad": lambda f: vmap(lambda t: jvp(grad(lambda x: f(x, Y, W, INTS).sum()), (X,), (t,))[1])(torch.eye(3).double()),
+    "vmap of jvp of grad": lambda f: vmap(lambda t: jvp(grad(lambda x: f(x, Y, W, INTS).sum()), (X,), (t,))[1])(
+        torch.eye(3).double()
+    ),
 }
 
 

@@ -59,7 +59,7 @@ def gained(params, hidden, /, *, block, gain: kf.Axes["[layer] [batch] hidden"] 
 
 @dataclass(frozen=True)
 class Case:
-    """A kwarg as a flow takes it, and what it means: for each layer a tensor that broadcasts to (batch, seq, hidden)."""
+    """A kwarg as a flow takes it, and what it means: for each layer a tensor over (batch, seq, hidden)."""
 
     name: str
     leaves: Mapping[str, tuple[int, ...]]  # the float tensors, differentiated alone and together
@@ -155,7 +155,13 @@ CASES = [
         mask=None,
     ),
     Case("position_ids", {}, lambda x: {"position_ids": JUMPS}, lambda x: {"position_ids": JUMPS}, ("llama",)),
-    Case("position_ids of one row", {}, lambda x: {"position_ids": JUMPS[1:2]}, lambda x: {"position_ids": JUMPS[1:2]}, ("llama",)),
+    Case(
+        "position_ids of one row",
+        {},
+        lambda x: {"position_ids": JUMPS[1:2]},
+        lambda x: {"position_ids": JUMPS[1:2]},
+        ("llama",),
+    ),
     prompts(1, 3),
     prompts(B, 4),
     prompts(1, S + 3),
@@ -180,7 +186,9 @@ CASES = [
     Case(
         "per_layer list",
         {"v": (D,), "p": (B, 2, D)},
-        lambda x: kf.per_layer([{"steer": x["v"]}, None, {"prompts": x["p"], "steer": 2 * x["v"]}, {"prompts": x["p"][:1]}]),
+        lambda x: kf.per_layer(
+            [{"steer": x["v"]}, None, {"prompts": x["p"], "steer": 2 * x["v"]}, {"prompts": x["p"][:1]}]
+        ),
         lambda x: {
             "steer": {0: x["v"][None, None], 2: 2 * x["v"][None, None]},
             "prompts": {2: x["p"], 3: x["p"][:1]},
@@ -208,7 +216,15 @@ CASES = [
     ),
     *(together(family) for family in FAMILIES),
 ]
-CORE = ("nothing", "mask", "mask of one row", "float mask", f"prompts of {B} x 4", f"steer layer batch hidden {L, B, D}", "together")
+CORE = (
+    "nothing",
+    "mask",
+    "mask of one row",
+    "float mask",
+    f"prompts of {B} x 4",
+    f"steer layer batch hidden {L, B, D}",
+    "together",
+)
 ROWS = [  # the quick tests take every case for one family, and some for the others
     pytest.param(f, c, id=f"{f}-{c.name}", marks=() if f == "llama" or c.name in CORE else pytest.mark.slow)
     for c in CASES
@@ -227,7 +243,9 @@ def given(case: Case, x: Leaves) -> dict[str, Any]:
     return {**({} if case.mask is None else {"attention_mask": case.mask}), **case.given(x)}
 
 
-def expected(family: str, case: Case, x: Leaves, rows: slice = slice(None), dtype: torch.dtype = torch.float32) -> Tensor:
+def expected(
+    family: str, case: Case, x: Leaves, rows: slice = slice(None), dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The oracle's residual for some rows."""
 
     def cut(value: Any) -> Any:
@@ -261,7 +279,9 @@ def test_values_are_huggingface_s_to_the_bit(family: str, case: Case) -> None:
     x = tensors(case)
     reference = expected(family, case, x)
     for cuts in (ONE, TWO, THREE):
-        assert_bits(flow(family, cuts, block_fn=case.block_fn)(x["hidden"], **given(case, x)), reference, f"spans {cuts}")
+        assert_bits(
+            flow(family, cuts, block_fn=case.block_fn)(x["hidden"], **given(case, x)), reference, f"spans {cuts}"
+        )
     spec = span(family, 0, L)
     blocks = (spec if case.block_fn is None else with_block_fn(spec, case.block_fn, "")).blocks
     assert_bits(chain(blocks)(spec.params, x["hidden"], **given(case, x)), reference, "chain")
@@ -353,7 +373,9 @@ def test_gradients_alone_and_together(family: str, case: Case) -> None:
 def test_the_same_gradients_are_none() -> None:
     """No path is None under plain autograd, not zeros, as it is locally; torch.func gives zeros."""
 
-    def picky(params, hidden, /, *, block, near: kf.Axes["hidden"] = None, unused: kf.Axes["hidden"] = None, **kw):
+    def picky(
+        params, hidden, /, *, block, near: kf.Axes["[seq] hidden"] = None, unused: kf.Axes["[seq] hidden"] = None, **kw
+    ):
         out = block(params, hidden, **kw)
         return out if near is None or block.layer != 1 else out + near
 
@@ -368,7 +390,7 @@ def test_the_same_gradients_are_none() -> None:
 
         ours = torch.autograd.grad(outputs(remote).sum(), [hidden, *x.values()], allow_unused=True)
         theirs = torch.autograd.grad(
-            outputs(lambda h, **kw: chain(spec.blocks)(spec.params, h, **kw)).sum(),  # noqa: B023
+            outputs(lambda h, **kw: chain(spec.blocks)(spec.params, h, **kw)).sum(),
             [hidden, *x.values()],
             allow_unused=True,
         )
@@ -400,9 +422,14 @@ def test_only_what_is_listed_is_sent_back() -> None:
         del requests.seen[:]
         remote(hidden, steer={1: v}).sum().backward()
         sent = [[None if t is None else tuple(t.shape) for t in reply.tree] for _, _, reply in requests.seen[3:]]
-        assert sent == [[(2, 3, D)], [(D,)]]  # the last worker hands the cotangent on, the middle one answers, the first is not asked
+        assert sent == [
+            [(2, 3, D)],
+            [(D,)],
+        ]  # the last worker hands the cotangent on, the middle one answers, the first is not asked
         del requests.seen[:]
-        remote(hidden.requires_grad_(), attention_mask=torch.ones(2, 3)[:, :].long(), steer={3: v.detach()}).sum().backward()
+        remote(
+            hidden.requires_grad_(), attention_mask=torch.ones(2, 3)[:, :].long(), steer={3: v.detach()}
+        ).sum().backward()
         assert [len(reply.tree) for _, _, reply in requests.seen[3:]] == [1, 1, 1]
         with torch.no_grad():
             del requests.seen[:]
@@ -508,7 +535,7 @@ def test_plain_double_backward(family: str, case: Case, rows: int) -> None:
         first = torch.autograd.grad(loss(fn(*leaves)), leaves, create_graph=True, allow_unused=True)
         some = sum((g * torch.sin(v)).sum() for g, v in zip(first, leaves, strict=True) if g is not None)
         second = torch.autograd.grad(some, leaves, allow_unused=True)
-        return tuple(g if g is not None else torch.zeros(()) .double() for g in (*first, *second))
+        return tuple(g if g is not None else torch.zeros(()).double() for g in (*first, *second))
 
     compare(twice, ours, local)
 
@@ -524,7 +551,9 @@ def test_gradcheck(family: str) -> None:
     v, p = random(1, D, seed=1, dtype=torch.float64), random(L, 1, 2, D, seed=2, dtype=torch.float64)
 
     def fn(hidden: Tensor, v: Tensor, p: Tensor) -> Tensor:
-        return remote(hidden, steer={1: kf.axes(v, "batch hidden")}, prompts=p, attention_mask=left_padded([0, 1], 3))[:, 1:]
+        return remote(hidden, steer={1: kf.axes(v, "batch hidden")}, prompts=p, attention_mask=left_padded([0, 1], 3))[
+            :, 1:
+        ]
 
     inputs = (hidden, v.requires_grad_(), p.requires_grad_())
     assert torch.autograd.gradcheck(fn, inputs, fast_mode=True)
@@ -619,7 +648,10 @@ def test_left_padding_changes_nothing(family: str, pads: int) -> None:
     found = []
     for pad in (0, 63):
         padded = torch.cat([torch.full((1, pads), pad), tokens], 1)
-        batch = {"input_ids": torch.cat([padded, padded.flip(1)]), "attention_mask": torch.cat([left_padded([pads], 6 + pads), torch.ones(1, 6 + pads).long()])}
+        batch = {
+            "input_ids": torch.cat([padded, padded.flip(1)]),
+            "attention_mask": torch.cat([left_padded([pads], 6 + pads), torch.ones(1, 6 + pads).long()]),
+        }
         x = remote.inputs(batch)
         logits = remote.head(remote(**x, prompts=torch.zeros(L, 1, 2, D)))
         assert not logits.isnan().any()

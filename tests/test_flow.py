@@ -13,7 +13,17 @@ from torch import Tensor
 
 import kwflow as kf
 from kwflow import link
-from kwflow.errors import BlockError, BudgetError, DeadlineError, KwargError, NoRoute, ShapeError, SpanError, UnknownKwarg, UnsupportedError
+from kwflow.errors import (
+    BlockError,
+    BudgetError,
+    DeadlineError,
+    KwargError,
+    NoRoute,
+    ShapeError,
+    SpanError,
+    UnknownKwarg,
+    UnsupportedError,
+)
 from tests.oracle import assert_bits, assert_close, layers_of, residual
 from tests.tiny import (
     EACH,
@@ -89,7 +99,9 @@ def test_gradients_reach_the_client_s_own_embeddings() -> None:
 def test_a_slice_is_a_flow(family: str) -> None:
     remote, hidden, v = flow(family, TWO), random(2, 3, HIDDEN), random(LAYERS, HIDDEN, seed=1)
     middle = remote[1:3]
-    assert (middle.start, middle.stop, len(middle)) == (1, 3, 2) and middle[1:].span == (1, 3) and remote[:].span == (0, 4)
+    assert (
+        (middle.start, middle.stop, len(middle)) == (1, 3, 2) and middle[1:].span == (1, 3) and remote[:].span == (0, 4)
+    )
     parts = remote[3:](remote[1:3](remote[:1](hidden, steer={0: v[0]}), steer=kf.axes(v[1:3], "layer hidden")))
     reference = residual(huggingface(family), hidden, steer={n: v[n][None, None] for n in range(3)})
     assert_bits(parts, reference)
@@ -115,7 +127,11 @@ def test_a_route_never_runs_layers_beyond_those_asked_for() -> None:
 def test_each_worker_gets_its_layers_part_only() -> None:
     remote, v = flow("gpt2", TWO), random(LAYERS, HIDDEN)
     with Requests(remote) as requests:
-        remote(random(4, 2, HIDDEN), steer=kf.axes(v, "layer hidden"), **kf.per_layer({3: {"prompts": random(1, 2, HIDDEN)}}))
+        remote(
+            random(4, 2, HIDDEN),
+            steer=kf.axes(v, "layer hidden"),
+            **kf.per_layer({3: {"prompts": random(1, 2, HIDDEN)}}),
+        )
         shapes = [[tuple(t.shape) for t in request.tree] for _, request, _ in requests.seen]
     assert shapes == [[(4, 2, HIDDEN), (2, HIDDEN)], [(4, 2, HIDDEN), (2, HIDDEN), (1, 2, HIDDEN)]]
 
@@ -305,7 +321,7 @@ def test_a_deadline_is_kept() -> None:
 # ---- tensors on their way
 
 
-def echo(params, hidden, /, *, block, one: kf.Axes["free"] = None, tree: dict = None, **kw):
+def echo(params, hidden, /, *, block, one: kf.Axes["free"] = None, tree: dict = None, **kw):  # noqa: F821, UP037
     """Adds a known function of what arrived, so that a change on the way changes the output."""
     total = torch.zeros((), dtype=torch.float64)
     stack = [one, tree]
@@ -325,7 +341,18 @@ def meant(*tensors: Tensor) -> Tensor:
     return echo(None, torch.zeros(1, 1, HIDDEN), block=None, tree=list(tensors))
 
 
-DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""Hugging Face's own generate and forward with the layers on workers: the same tokens, types and gradients as locally."""
+"""Hugging Face's own generate and forward with the layers on workers: tokens, types and gradients as locally."""
 
 # B batch, S seq, D hidden
 
@@ -15,7 +15,20 @@ from torch import Tensor, nn
 import kwflow as kf
 from kwflow.errors import KwargError, SpanError, UnknownKwarg, UnsupportedError
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of, with_prompts
-from tests.tiny import FAMILIES, HIDDEN, LAYERS, TWO, VOCAB, folder, huggingface, ids, left_padded, make_flow, random, settle
+from tests.tiny import (
+    FAMILIES,
+    HIDDEN,
+    LAYERS,
+    TWO,
+    VOCAB,
+    folder,
+    huggingface,
+    ids,
+    left_padded,
+    make_flow,
+    random,
+    settle,
+)
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 D, NEW = HIDDEN, 6
@@ -114,7 +127,10 @@ FORMS: dict[str, tuple[Any, dict[int, Tensor]]] = {
     "seq hidden of one": (kf.axes(V[None], "seq hidden"), dict.fromkeys(range(LAYERS), V[None, None])),
     "batch seq hidden": (kf.axes(VB[:, None], "batch seq hidden"), dict.fromkeys(range(LAYERS), VB[:, None])),
     "layer seq hidden": (kf.axes(VL[:, None], "layer seq hidden"), {n: VL[n][None, None] for n in range(LAYERS)}),
-    "layer batch seq hidden": (kf.axes(VLB[:, :, None], "layer batch seq hidden"), {n: VLB[n][:, None] for n in range(LAYERS)}),
+    "layer batch seq hidden": (
+        kf.axes(VLB[:, :, None], "layer batch seq hidden"),
+        {n: VLB[n][:, None] for n in range(LAYERS)},
+    ),
 }
 
 
@@ -204,13 +220,19 @@ def test_other_ways_in(pair: tuple[Any, Any]) -> None:
     model, local = pair
     given = prompt()
     assert torch.equal(model.generate(ids(1, 4), max_new_tokens=3), local.generate(ids(1, 4), max_new_tokens=3))
-    assert torch.equal(generated(model, {"max_new_tokens": None, "max_length": 10}, given), generated(local, {"max_new_tokens": None, "max_length": 10}, given))
+    assert torch.equal(
+        generated(model, {"max_new_tokens": None, "max_length": 10}, given),
+        generated(local, {"max_new_tokens": None, "max_length": 10}, given),
+    )
     from transformers import GenerationConfig
 
     config = {"generation_config": GenerationConfig(max_new_tokens=4, num_beams=2, pad_token_id=0)}
     ours, theirs = (m.generate(**given, **config) for m in (model, local))
     assert torch.equal(ours, theirs)
-    embeds = {"inputs_embeds": local.get_input_embeddings()(given["input_ids"]), "attention_mask": given["attention_mask"]}
+    embeds = {
+        "inputs_embeds": local.get_input_embeddings()(given["input_ids"]),
+        "attention_mask": given["attention_mask"],
+    }
     assert torch.equal(generated(model, {}, embeds), generated(local, {}, embeds))
     assert torch.equal(generated(model, {}, embeds, steer={1: 0 * V}), generated(local, {}, embeds))
 
@@ -287,4 +309,6 @@ def test_from_pretrained(tmp_path: Any) -> None:
         kf.AutoDistributedModelForCausalLM()
     model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("gpt2"), batch_tokens=7, timeout=30)
     assert model.flow._options.batch_tokens == 7 and isinstance(model, type(huggingface("gpt2")))
-    assert torch.equal(model.generate(**prompt(), max_new_tokens=3), huggingface("gpt2").generate(**prompt(), max_new_tokens=3))
+    assert torch.equal(
+        model.generate(**prompt(), max_new_tokens=3), huggingface("gpt2").generate(**prompt(), max_new_tokens=3)
+    )

@@ -68,7 +68,13 @@ def test_none_is_as_if_not_given() -> None:
 
 def test_parts() -> None:
     steer, mask = torch.randn(4, 4, 4, 4), torch.ones(4, 4).long()
-    b = bound({"steer": kf.axes(steer, "layer batch seq hidden"), "attention_mask": mask, **kf.per_layer({13: {"prompts": torch.ones(1, 2, 4)}})})
+    b = bound(
+        {
+            "steer": kf.axes(steer, "layer batch seq hidden"),
+            "attention_mask": mask,
+            **kf.per_layer({13: {"prompts": torch.ones(1, 2, 4)}}),
+        }
+    )
     mine, keep = b.part((1, 3), (11, 13))
     assert (mine.start, mine.stop) == (11, 13) and len(keep) == 2  # layer 13's prompts are not sent there
     assert_bits(mine.for_layer(12)["steer"].tensor, steer[2, 1:3])
@@ -81,7 +87,9 @@ def test_parts() -> None:
 
 def test_beams_repeat_the_rows_that_are_there() -> None:
     v, w = torch.randn(2, 4), torch.randn(4)
-    b = bound({"steer": {10: kf.axes(v, "batch hidden"), 11: w, 12: kf.axes(v[:1], "batch hidden")}}, batch=2).repeat_rows(3)
+    b = bound(
+        {"steer": {10: kf.axes(v, "batch hidden"), 11: w, 12: kf.axes(v[:1], "batch hidden")}}, batch=2
+    ).repeat_rows(3)
     assert_bits(b.for_layer(10)["steer"].tensor, v.repeat_interleave(3, 0))
     assert_bits(b.for_layer(11)["steer"].tensor, w)
     assert b.for_layer(12)["steer"].tensor.shape == (1, 4)
@@ -89,7 +97,10 @@ def test_beams_repeat_the_rows_that_are_there() -> None:
 
 def test_a_free_tree_keeps_its_structure() -> None:
     spec = with_kwargs(extra=Spec(tree=True))
-    given_tree = {"a": [kf.axes(torch.randn(4, 4), "layer rank"), None, 3, "text"], 7: (kf.axes(torch.randn(4, 2), "batch free"), {"x": 0.5})}
+    given_tree = {
+        "a": [kf.axes(torch.randn(4, 4), "layer rank"), None, 3, "text"],
+        7: (kf.axes(torch.randn(4, 2), "batch free"), {"x": 0.5}),
+    }
     b = bound({"extra": given_tree}, (SPAN, spec))
     got = b.part((2, 4), (11, 12))[0].for_layer(11)["extra"]
     assert got["a"][1:] == [None, 3, "text"] and got[7][1] == {"x": 0.5} and isinstance(got[7], tuple)
@@ -104,7 +115,13 @@ def test_a_free_tree_keeps_its_structure() -> None:
 
 
 def test_without_takes_one_name_out() -> None:
-    b = bound({"attention_mask": torch.ones(4, 4).long(), "position_ids": torch.zeros(4, 4).long(), "steer": {11: torch.ones(4)}})
+    b = bound(
+        {
+            "attention_mask": torch.ones(4, 4).long(),
+            "position_ids": torch.zeros(4, 4).long(),
+            "steer": {11: torch.ones(4)},
+        }
+    )
     less = b.without("attention_mask")
     assert sorted(less.group("call")) == ["position_ids"] and sorted(less.for_layer(11)) == ["steer"]
     assert_bits(less.group("call")["position_ids"].tensor, torch.zeros(4, 4).long())
@@ -115,10 +132,23 @@ def test_without_takes_one_name_out() -> None:
 
 
 def test_scalars_have_a_type() -> None:
-    spec = with_kwargs(scale=Spec(scalars=("float",)), count=Spec(scalars=("int",)), flag=Spec(scalars=("bool",)), mode=Spec(scalars=("str",)))
+    spec = with_kwargs(
+        scale=Spec(scalars=("float",)),
+        count=Spec(scalars=("int",)),
+        flag=Spec(scalars=("bool",)),
+        mode=Spec(scalars=("str",)),
+    )
     good = {"scale": 2, "count": 3, "flag": False, "mode": "a"}
     assert values(12, bound(good, (SPAN, spec))) == good
-    for bad in ({"scale": "2"}, {"count": 2.0}, {"count": True}, {"flag": 1}, {"mode": 3}, {"scale": torch.ones(())}, {"mode": b"x"}):
+    for bad in (
+        {"scale": "2"},
+        {"count": 2.0},
+        {"count": True},
+        {"flag": 1},
+        {"mode": 3},
+        {"scale": torch.ones(())},
+        {"mode": b"x"},
+    ):
         with pytest.raises(KwargError, match=next(iter(bad))):
             bound(bad, (SPAN, spec))
 
@@ -126,7 +156,9 @@ def test_scalars_have_a_type() -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize(("given", "hint"), [("stear", "steer"), ("attention_masks", "attention_mask"), ("prompt", "prompts")])
+@pytest.mark.parametrize(
+    ("given", "hint"), [("stear", "steer"), ("attention_masks", "attention_mask"), ("prompt", "prompts")]
+)
 def test_an_unknown_name_gets_a_hint(given: str, hint: str) -> None:
     with pytest.raises(TypeError, match=f"flow got '{given}'; layers 10:14 take .*Did you mean '{hint}'"):
         bound({given: torch.ones(4)})
@@ -211,7 +243,12 @@ def test_a_worker_checks_again() -> None:
 
 SPECS = st.builds(
     Spec,
-    forms=st.lists(st.tuples(st.sampled_from(["hidden", "[layer] [batch] hidden"]), st.sampled_from([("float",), ("int", "bool")])), max_size=2).map(tuple),
+    forms=st.lists(
+        st.tuples(
+            st.sampled_from(["hidden", "[layer] [batch] hidden"]), st.sampled_from([("float",), ("int", "bool")])
+        ),
+        max_size=2,
+    ).map(tuple),
     scalars=st.lists(st.sampled_from(["float", "int", "bool", "str"]), max_size=2).map(tuple),
     tree=st.booleans(),
     bare=st.booleans(),
@@ -221,7 +258,10 @@ SPECS = st.builds(
 )
 
 
-@given(st.dictionaries(st.text(min_size=1, max_size=4), SPECS, max_size=3), st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2))
+@given(
+    st.dictionaries(st.text(min_size=1, max_size=4), SPECS, max_size=3),
+    st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),
+)
 def test_a_schema_survives_json(kwargs: dict[str, Spec], refused: dict[str, str]) -> None:
     sent = Schema(kwargs, MODEL, refused)
     assert Schema.from_json(json.loads(json.dumps(sent.to_json()))) == sent
@@ -238,7 +278,12 @@ def test_kwargs_survive_the_wire() -> None:
     spec = with_kwargs(extra=Spec(tree=True), scale=Spec(scalars=("float",)))
     extra = {"a": [kf.axes(torch.randn(4, 4), "layer rank"), None], "n": (1, "x")}
     b = bound(
-        {"steer": {11: torch.ones(4), 13: kf.axes(torch.ones(4, 4), "seq hidden")}, "extra": extra, "scale": 0.5, "attention_mask": torch.ones(4, 4).long()},
+        {
+            "steer": {11: torch.ones(4), 13: kf.axes(torch.ones(4, 4), "seq hidden")},
+            "extra": extra,
+            "scale": 0.5,
+            "attention_mask": torch.ones(4, 4).long(),
+        },
         (SPAN, spec),
     )
     meta = tree.from_json(json.loads(json.dumps(tree.to_json(b.to_meta()))))

@@ -52,9 +52,7 @@ def test_torch_func_works_through_the_workers() -> None:
 
 def test_each_layer_may_have_its_own_kwargs() -> None:
     out = FLOW(**X, **kf.per_layer([None, {"steer": V}, None, {"steer": -V, "prompts": random(2, 1, HIDDEN)}]))
-    assert_bits(
-        out, residual(LOCAL, X["hidden"], steer={1: V, 3: -V}, prompts={3: random(2, 1, HIDDEN)})
-    )
+    assert_bits(out, residual(LOCAL, X["hidden"], steer={1: V, 3: -V}, prompts={3: random(2, 1, HIDDEN)}))
 
 
 def test_a_worker_s_own_block_fn_takes_any_kwarg() -> None:
