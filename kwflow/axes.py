@@ -135,6 +135,8 @@ def bind(value: Tensor | Axed, signatures: Sequence[str], *, what: str, bare: bo
     if isinstance(value, Axed):
         if signatures and value.axes not in forms:
             raise AxesError(f"{what} was declared {' '.join(value.axes)!r}; it takes {allowed}")
+        if len(value.axes) != value.tensor.dim():
+            raise AxesError(f"{what} is {describe(value.tensor)}, its axes are {' '.join(value.axes)!r}")
         return value
     fit = [form for form in forms if len(form) == value.dim()] if bare else []
     if len(fit) == 1:

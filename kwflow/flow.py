@@ -257,12 +257,12 @@ class Plan:
         meta = {"op": "run", "span": [hop.start, hop.stop]}
         if operations:
             meta["ops"] = list(operations)
-        if bound.groups:
-            meta["kwargs"] = bound.to_meta()
         if self.options.dtype:
             meta["dtype"] = self.options.dtype
+        count = 1 + len(bound.leaves)
+        tree = request_tree(tensors[0], bound.with_tensors(tensors[1:count]), tensors[count:])
         try:
-            reply = await self.peers.pool(hop.peer, Message(meta, list(tensors)))
+            reply = await self.peers.pool(hop.peer, Message(meta, tree))
         except WorkerFailed as error:
             error.span = error.span or hop.span
             self.peers.failed(error)
@@ -401,6 +401,16 @@ def bind(route: Sequence[Hop], span: Span, kwargs: Mapping[str, Any], sizes: Map
         if len(leaf.axes) == 4 and any(other.what.startswith("prompts") for other in bound.leaves):
             raise KwargError("prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one")
     return bound
+
+
+def request_tree(hidden: Tensor, bound: Bound, given: Sequence[Tensor] = ()) -> dict[str, Any]:
+    """What a request carries: hidden, kwargs, and the cotangents and tangents that its operations are given."""
+    tree: dict[str, Any] = {"hidden": hidden}
+    if bound.groups:
+        tree["kwargs"] = bound.to_tree()
+    if given:
+        tree["given"] = list(given)
+    return tree
 
 
 def check_hidden(hidden: Any, width: int) -> None:

@@ -169,7 +169,8 @@ class Bound:
         others = [i for i, leaf in enumerate(self.leaves) if leaf.group != "call"]
         whats = [leaf.what for leaf in self.leaves if leaf.group == "call" and leaf.what != name]
         leaves = [Leaf(leaf.axes, "call", what) for leaf, what in zip(kept, whats, strict=True)]
-        groups = {**self.groups, "call": skeleton} if kept else {g: s for g, s in self.groups.items() if g != "call"}
+        groups = {g: s for g, s in self.groups.items() if g != "call"}
+        groups = {"call": skeleton, **groups} if kept else groups
         return Bound(
             self.start,
             self.stop,
@@ -186,23 +187,33 @@ class Bound:
         """``steer[12]: float32(576,), prompts: …`` for error messages."""
         return ", ".join(f"{leaf.what}: {describe(t)}" for leaf, t in zip(self.leaves, self.tensors, strict=True))
 
-    def to_meta(self) -> dict[str, Any]:
-        if not self.groups:
-            return {}
-        groups = [[group, trees.to_json(skeleton)] for group, skeleton in self.groups.items()]
-        return {"groups": groups, "leaves": [[" ".join(leaf.axes), leaf.group, leaf.what] for leaf in self.leaves]}
+    def to_tree(self) -> dict[Group, dict[str, Any]]:
+        """As it goes over the wire: ``{group: {name: tree}}``, each tensor with its axes."""
+        return {group: self.group(group) for group in self.groups}
 
     @classmethod
-    def from_meta(cls, span: Span, meta: Mapping[str, Any], tensors: Sequence[Tensor]) -> Bound:
-        """Rebuild what a peer sent. Raises KwargError when structure and tensors do not agree."""
-        try:
-            groups = {group: trees.from_json(skeleton) for group, skeleton in meta.get("groups", ())}
-            leaves = tuple(Leaf(tuple(axes.split()), group, str(what)) for axes, group, what in meta.get("leaves", ()))
-        except (TypeError, ValueError, AttributeError) as error:
-            raise KwargError(f"the request's kwargs cannot be read: {error}") from error
-        if len(leaves) != len(tensors):
-            raise KwargError(f"the request names {len(leaves)} kwarg tensors and carries {len(tensors)}")
-        return cls(*span, groups, leaves, tuple(tensors))
+    def from_tree(cls, span: Span, said: Any) -> Bound:
+        """Rebuild what a peer sent. Raises KwargError for what :meth:`to_tree` cannot have made."""
+        if not isinstance(said, dict) or not all(isinstance(kwargs, dict) for kwargs in said.values()):
+            raise KwargError(f"a request's kwargs are {{group: {{name: value}}}}, got {type(said).__name__}")
+        groups, leaves, tensors = {}, list[Leaf](), list[Tensor]()
+        for group, kwargs in said.items():
+            if type(group) is not int and group not in ("call", "layers"):
+                raise KwargError(
+                    f"a request's kwargs belong to the call, its layers or one layer, not to {group!r:.40}"
+                )
+            for name, value in kwargs.items():
+                found, _ = trees.flatten(value)
+                if type(name) is not str or not all(isinstance(leaf, Axed) for leaf in found):
+                    raise KwargError(f"kwarg {name!r:.40} of a request has a tensor without axes")
+                leaves += [Leaf(leaf.axes, group, _what(name, group)) for leaf in found if isinstance(leaf, Axed)]
+            mine, groups[group] = _flatten(kwargs)
+            tensors += [leaf.tensor for leaf in mine]
+        return cls(*span, groups, tuple(leaves), tuple(tensors))
+
+
+def _what(name: str, group: Group) -> str:
+    return f"{name}[{group}]" if isinstance(group, int) else name
 
 
 def is_wrapped(tensor: Tensor) -> bool:
@@ -257,12 +268,12 @@ def bind_kwargs(
             schema = next(
                 s for (a, b), s in schemas if (not isinstance(group, int) or a <= group < b) and name in s.kwargs
             )
-            what = f"{name}[{group}]" if isinstance(group, int) else name
+            what = _what(name, group)
             known = {**schema.sizes, **sizes, "layer": layer_count}
             bound[name] = _bind_value(what, value, schema.kwargs[name], known, own_layer=isinstance(group, int))
         for name, value in bound.items():
             mine, _ = _flatten(value)
-            what = f"{name}[{group}]" if isinstance(group, int) else name
+            what = _what(name, group)
             leaves += [Leaf(leaf.axes, group, what) for leaf in mine]
         mine, groups[group] = _flatten(bound)
         tensors += [leaf.tensor for leaf in mine]

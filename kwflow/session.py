@@ -18,7 +18,7 @@ from torch import Tensor
 from kwflow import link
 from kwflow.axes import describe
 from kwflow.errors import DeadlineError, SessionError, ShapeError, WorkerFailed
-from kwflow.flow import Flow, Hop, bind, check_hidden, check_reply, token_ids, wait
+from kwflow.flow import Flow, Hop, bind, check_hidden, check_reply, request_tree, token_ids, wait
 from kwflow.kwargs import Bound, is_wrapped
 from kwflow.wire import Message
 
@@ -213,11 +213,9 @@ class Session:
             meta = {"op": "step", "span": [hop.start, hop.stop], "start": self.position, "max_length": self.max_length}
             if self._reorders:
                 meta["reorder"] = [[number, rows] for number, rows in self._reorders]
-            if mine.groups:
-                meta["kwargs"] = mine.to_meta()
             before = channel.bytes_sent, channel.bytes_received
             try:
-                reply = await link.call(channel, Message(meta, [hidden, *mine.tensors]))
+                reply = await link.call(channel, Message(meta, request_tree(hidden, mine)))
             except WorkerFailed as error:
                 error.span = error.span or hop.span
                 peers.failed(error)

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from kwflow.axes import Axed, describe, parse
+from kwflow.axes import Axed, parse
 from kwflow.errors import AxesError, KwargError, ProtocolError
 
 # The types say Any because a recursive alias would make every reader narrow each node; the walk below checks them all.
@@ -70,7 +70,8 @@ def unflatten(leaves: Sequence[Any], skeleton: Skeleton) -> Tree:
     """Put ``leaves`` into the slots of ``skeleton``: the inverse of ``flatten``.
 
     A bare tensor in a slot with axes becomes an ``Axed``; anything else (an ``Axed``, None for "no gradient") is put in
-    as it is. Raises ``KwargError`` unless every leaf has its slot, ``AxesError`` where axes and tensor differ in rank.
+    as it is. Raises ``KwargError`` unless every leaf has its slot. Axes and ranks are not compared: under a vmap a
+    tensor has a dimension more than its axes say; whoever binds a kwarg does.
     """
     count = 0
 
@@ -80,11 +81,7 @@ def unflatten(leaves: Sequence[Any], skeleton: Skeleton) -> Tree:
         if not 0 <= slot.index < len(leaves):
             raise KwargError(f"{_name(path)} is tensor {slot.index}, but {len(leaves)} were given")
         leaf = leaves[slot.index]
-        if slot.axes is None or not isinstance(leaf, Tensor):
-            return leaf
-        if len(slot.axes) != leaf.ndim:
-            raise AxesError(f"{_name(path)} has axes {' '.join(slot.axes)!r} for a tensor {describe(leaf)}")
-        return Axed(leaf, slot.axes)
+        return leaf if slot.axes is None or not isinstance(leaf, Tensor) else Axed(leaf, slot.axes)
 
     tree = _walk(skeleton, (), Slot, put)
     if count != len(leaves):

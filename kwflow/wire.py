@@ -116,9 +116,9 @@ def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Mess
     >>> message.meta, message.tree["hidden"].shape
     ({'op': 'forward'}, torch.Size([1, 7, 576]))
 
-    The tensors are writable. They are views of ``data`` where it is writable and aligned (a bytearray, as ``Frames``
-    gives), which then lives as long as one of them; else of one copy. Every declared size, shape and dtype is checked
-    before a tensor is allocated. Raises ``ProtocolError`` for anything malformed.
+    The tensors are writable and lie at multiples of 64 bytes: views of ``data`` where that is so there (it then lives
+    as long as one of them), else copies. Every declared size, shape and dtype is checked before a tensor is allocated.
+    Raises ``ProtocolError`` for anything malformed.
     """
     view = memoryview(data).cast("B")
     if len(view) > limits.message_bytes:

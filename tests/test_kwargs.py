@@ -15,6 +15,7 @@ from kwflow import tree
 from kwflow.edits import schema
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg
 from kwflow.kwargs import Bound, Schema, Spec, bind_kwargs, check_bound
+from kwflow.wire import Message, dumps, loads
 from tests.oracle import assert_bits
 
 MODEL = {"hidden": 4, "head": 4, "kv_head": 2, "head_dim": 1}
@@ -60,7 +61,7 @@ def test_layers_that_are_not_named_get_nothing() -> None:
 
 def test_none_is_as_if_not_given() -> None:
     b = bound({"steer": None, "attention_mask": None, "prompts": None})
-    assert b.tensors == () and b.to_meta() == {}
+    assert b.tensors == () and b.to_tree() == {}
     assert bound({"position_ids": None}, (SPAN, NO_POSITIONS)).tensors == ()
     with pytest.raises(UnknownKwarg, match="stear"):  # but a name that nobody takes is wrong whatever its value
         bound({"stear": None})
@@ -286,8 +287,7 @@ def test_kwargs_survive_the_wire() -> None:
         },
         (SPAN, spec),
     )
-    meta = tree.from_json(json.loads(json.dumps(tree.to_json(b.to_meta()))))
-    back = Bound.from_meta(SPAN, meta, b.tensors)
+    back = Bound.from_tree(SPAN, loads(dumps(Message({}, b.to_tree()))).tree)
     assert back.leaves == b.leaves and [*back.groups] == [*b.groups]
     for layer in range(*SPAN):
         ours, theirs = tree.flatten(back.for_layer(layer)), tree.flatten(b.for_layer(layer))
@@ -295,15 +295,9 @@ def test_kwargs_survive_the_wire() -> None:
 
 
 @pytest.mark.parametrize(
-    "meta",
-    [
-        {"groups": 3},
-        {"groups": [["layers", {"$": 0}, 1]]},
-        {"groups": [["layers", {}]], "leaves": [["hidden", "layers"]]},
-        {"groups": [["layers", {}]], "leaves": [[3, "layers", "x"]]},
-        {"groups": [], "leaves": [["hidden", "layers", "x"]] * 2},
-    ],
+    "said",
+    [3, {"layers": 1}, {"elsewhere": {}}, {True: {}}, {"layers": {3: 1}}, {"layers": {"steer": torch.ones(4)}}],
 )
-def test_kwargs_that_cannot_be_read_are_the_sender_s_fault(meta: dict[str, Any]) -> None:
+def test_kwargs_that_cannot_be_read_are_the_sender_s_fault(said: Any) -> None:
     with pytest.raises(KwargError):
-        Bound.from_meta(SPAN, meta, [torch.ones(4)])
+        Bound.from_tree(SPAN, said)

@@ -12,7 +12,20 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kwflow as kf
-from kwflow.errors import CallerError, KwargError, KwflowError, SessionError, ShapeError, UnknownKwarg, WorkerFull
+from kwflow import link
+from kwflow.blocks import with_block_fn
+from kwflow.errors import (
+    CallerError,
+    KwargError,
+    KwflowError,
+    SessionError,
+    ShapeError,
+    UnknownKwarg,
+    WorkerFailed,
+    WorkerFull,
+)
+from kwflow.swarm.worker import Served
+from kwflow.wire import Message
 from tests.oracle import assert_bits, assert_close, cache_name, residual
 from tests.tiny import (
     FAMILIES,
@@ -32,6 +45,7 @@ from tests.tiny import (
     positions_of,
     random,
     settle,
+    span,
 )
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -117,15 +131,16 @@ def test_kwargs_may_change_at_every_step(family: str) -> None:
 
 
 @every_family
-def test_prompts_act_at_token_positions_across_steps(family: str) -> None:
-    """A prefix of 5 over a left-padded prefill in chunks: each row's first 5 tokens, wherever its chunk ends."""
-    hidden, p = random(B, 8, D), random(LAYERS, B, 5, D, seed=1)
-    whole = flow(family, TWO)(hidden, attention_mask=MASK, prompts=p)
+@pytest.mark.parametrize("mask", [MASK, None], ids=["padded", "no mask"])
+def test_prompts_act_at_token_positions_across_steps(family: str, mask: Tensor | None) -> None:
+    """A prefix of 5 over a prefill in chunks: each row's first 5 tokens, wherever its chunk ends."""
+    hidden, p, outs = random(B, 8, D), random(LAYERS, B, 5, D, seed=1), []
+    whole = flow(family, TWO)(hidden, attention_mask=mask, prompts=p)
     with flow(family, TWO).session(8) as session:
-        outs = [
-            session.step(hidden[:, a:b], attention_mask=MASK[:, :b], prompts=p) for a, b in ((0, 3), (3, 4), (4, 8))
-        ]
-    real = MASK.bool()
+        for a, b in ((0, 3), (3, 4), (4, 8)):
+            seen = None if mask is None else mask[:, :b]
+            outs.append(session.step(hidden[:, a:b], attention_mask=seen, prompts=p))
+    real = MASK.bool() if mask is not None else torch.ones(B, 8, dtype=torch.bool)
     assert_close(torch.cat(outs, 1)[real], whole[real])
 
 
@@ -248,6 +263,37 @@ def test_a_step_that_raises_on_a_worker_did_not_happen() -> None:
         assert session.position == 4
         out = session.step(hidden[:, 4:])
     assert_close(out, flow("gpt2", ONE)(torch.cat([hidden[order, :4], hidden[:, 4:]], 1))[:, 4:])
+
+
+def test_a_worker_refuses_columns_that_it_does_not_hold() -> None:
+    """After a step that failed half-way it holds what stood before that step, and no more."""
+
+    def fussy(params, hidden, /, *, block, fail: bool = False, **kw):
+        if fail:
+            raise ValueError("as asked")
+        return block(params, hidden, **kw)
+
+    served = Served(with_block_fn(span("gpt2", 0, LAYERS), fussy, "fussy"))
+    channel = link.run(link.InProcess({"w": served.accept}).open("w"), 5)
+
+    def step(start: int, columns: int, **kwargs: Any) -> Message:
+        meta = {"op": "step", "span": [0, LAYERS], "start": start, "max_length": 8}
+        tree = {"hidden": random(1, columns, D), "kwargs": {"layers": kwargs} if kwargs else {}}
+        return link.run(link.call(channel, Message(meta, tree)), 5)
+
+    with pytest.raises(WorkerFailed, match="holds 0 columns of the session, the step starts at 1"):
+        step(1, 1)
+    step(0, 6)
+    step(6, 1)
+    with pytest.raises(CallerError, match="as asked"):
+        step(2, 2, fail=True)
+    with pytest.raises(WorkerFailed, match="holds 2 columns of the session, the step starts at 6"):
+        step(6, 1)
+    step(2, 1)
+    with pytest.raises(SessionError, match="columns 3:9 do not fit max_length 8"):
+        step(3, 6)
+    link.run(channel.aclose(), 5)
+    served.close()
 
 
 # ---- positions

@@ -112,15 +112,17 @@ def test_received_tensors_are_writable_and_own_or_share_the_bytes():
     for copied in (data, memoryview(data), memoryview(bytearray(b"x" + data))[1:]):  # read-only, or not aligned
         tree = loads(copied).tree
         for tensor in tree.values():
-            assert tensor.data_ptr() % tensor.itemsize == 0
+            assert tensor.data_ptr() % 64 == 0
             tensor.fill_(1)
         assert bytes(copied) == data
-    shared = bytearray(data)
-    tree = loads(shared).tree
-    base = torch.frombuffer(shared, dtype=torch.uint8).data_ptr()
-    assert all(base < tensor.data_ptr() < base + len(shared) for tensor in tree.values())
-    del shared  # the tensors keep it alive
-    assert_same(tree, sent)
+    for start in range(0, 64, 8):  # wherever the bytes lie, what is computed from them does not depend on it
+        room = torch.zeros(len(data) + 128, dtype=torch.uint8)
+        at = start - room.data_ptr() % 64 + 64
+        room[at : at + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        tree = loads(memoryview(room.numpy())[at : at + len(data)]).tree
+        assert all(tensor.data_ptr() % 64 == 0 for tensor in tree.values())
+        del room  # the tensors keep it alive
+        assert_same(tree, sent)
 
 
 def test_a_decode_step_is_small():
@@ -356,7 +358,6 @@ MISFITS: dict[str, bytes] = {
     "tensor twice in the tree": _doc({"v": 1, "meta": {}, "tree": [{"$": 0}, {"$": 0}]}),
     "tensor missing": _doc({"v": 1, "meta": {}, "tree": [{"$": 0}, {"$": 1}, {"$": 2}]}),
     "tensor in meta": _doc({"v": 1, "meta": {"a": {"$": 0}}, "tree": [{"$": 0}, {"$": 1}]}),
-    "axes of another rank": _doc({"v": 1, "meta": {}, "tree": [{"$": 0, "axes": "a b"}, {"$": 1}]}),
 }
 
 

@@ -194,13 +194,12 @@ class ClientConnection:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
         operations = _operations(meta.get("ops", []))
-        tensors = _tensors(request.tree)
-        count = 1 + len(meta.get("kwargs", {}).get("leaves", ()))
-        bound = Bound.from_meta((start, stop), meta.get("kwargs", {}), tensors[1:count])
+        hidden, bound, given = _read(request.tree, (start, stop))
+        tensors = [hidden, *bound.tensors, *given]
         if not any("vmap" in operation for operation in operations):
-            check_hidden(tensors[0], spec)
-            check_bound(bound, spec.schema, _sizes(tensors[0]))
-        self._limit(tensors[0])
+            check_hidden(hidden, spec)
+            check_bound(bound, spec.schema, _sizes(hidden))
+        self._limit(hidden)
         dtype = getattr(torch, meta["dtype"]) if meta.get("dtype") in ("float32", "float64") else spec.dtype
         blocks = spec.part(start, stop)
 
@@ -231,10 +230,8 @@ class ClientConnection:
     async def _step(self, request: Message) -> Message:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
-        tensors = _tensors(request.tree)
-        hidden = tensors[0]
+        hidden, bound, _ = _read(request.tree, (start, stop))
         check_hidden(hidden, spec)
-        bound = Bound.from_meta((start, stop), meta.get("kwargs", {}), tensors[1:])
         past, seq = _count(meta, "start"), hidden.shape[1]
         session = self._opened(_count(meta, "max_length"), hidden.shape[0], start, stop)
         if past + seq > session.kv.max_length:
@@ -342,10 +339,14 @@ def _count(meta: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    if not isinstance(tree, list) or not tree or not all(isinstance(t, Tensor) for t in tree):
-        raise KwargError("a request carries a list of tensors, hidden first")
-    return tree
+def _read(tree: Any, span: tuple[int, int]) -> tuple[Tensor, Bound, list[Tensor]]:
+    """What a request carries: hidden, kwargs, and what its operations are given."""
+    if not isinstance(tree, dict) or not isinstance(tree.get("hidden"), Tensor):
+        raise KwargError("a request carries hidden, a tensor, by that name")
+    given = tree.get("given", [])
+    if not isinstance(given, list) or not all(isinstance(t, Tensor) for t in given):
+        raise KwargError("what a request's operations are given is a list of tensors")
+    return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", {})), given
 
 
 def _operations(said: Any) -> list[dict[str, Any]]:
