@@ -169,6 +169,8 @@ class Session:
         if any(is_wrapped(t) for t in tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
             raise SessionError("a session is not differentiable: use flow(...) for gradients, or torch.no_grad()")
         remembered, sent = self._columns_of_mask(called, batch, start, stop)
+        if positions is not None and self._positions is None and _are_columns(positions, start):
+            return bound.joined(sent.without("position_ids")), remembered, None  # what a worker takes them for anyway
         if positions is not None:
             before = torch.arange(start).expand(batch, start) if self._positions is None else self._positions
             positions = torch.cat([before, called.group("call")["position_ids"].tensor.expand(batch, seq)], 1)
@@ -210,7 +212,9 @@ class Session:
             self._channels.append(await peers.pool.transport.open(self._route[len(self._channels)].peer))
         for hop, channel in zip(self._route, self._channels, strict=True):
             mine, _ = bound.part(None, hop.span)
-            meta = {"op": "step", "span": [hop.start, hop.stop], "start": self.position, "max_length": self.max_length}
+            meta = {"op": "step", "span": [hop.start, hop.stop], "start": self.position}
+            if self.position == 0:
+                meta["max_length"] = self.max_length
             if self._reorders:
                 meta["reorder"] = [[number, rows] for number, rows in self._reorders]
             before = channel.bytes_sent, channel.bytes_received
@@ -226,6 +230,11 @@ class Session:
             out = reply.tree[0] if isinstance(reply.tree, list) and len(reply.tree) == 1 else None
             hidden = check_reply(out, hidden, hop)
         return hidden
+
+
+def _are_columns(positions: Tensor, start: int) -> bool:
+    """Whether position_ids are the columns' own numbers, so that nothing need be said of them."""
+    return bool((positions == torch.arange(start, start + positions.shape[1])).all())
 
 
 def _free(channels: list[link.Channel]) -> None:

@@ -198,6 +198,7 @@ def test_two_in_a_row_and_after_an_error(pair: tuple[Any, Any]) -> None:
     model, local = pair
     baseline = generated(local, {}, prompt())
     steered = generated(model, {}, prompt(), steer={1: 5 * V})
+    assert_bits(model(ids(2, 4)).logits, local(ids(2, 4)).logits)  # a call of its own sees no kwargs of generate's
     assert torch.equal(generated(model, {}, prompt()), baseline)
     for bad, error in (
         ({"stear": {1: V}}, (UnknownKwarg, ValueError)),

@@ -233,7 +233,7 @@ class ClientConnection:
         hidden, bound, _ = _read(request.tree, (start, stop))
         check_hidden(hidden, spec)
         past, seq = _count(meta, "start"), hidden.shape[1]
-        session = self._opened(_count(meta, "max_length"), hidden.shape[0], start, stop)
+        session = self._opened(meta, hidden.shape[0], start, stop)
         if past + seq > session.kv.max_length:
             raise SessionError(f"columns {past}:{past + seq} do not fit max_length {session.kv.max_length}")
         if past > session.length:
@@ -260,9 +260,11 @@ class ClientConnection:
         out, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
         return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, [out])
 
-    def _opened(self, max_length: int, batch: int, start: int, stop: int) -> Session:
+    def _opened(self, meta: Mapping[str, Any], batch: int, start: int, stop: int) -> Session:
         if self.session is None:
-            served = self.served
+            if meta["start"] > 0:
+                raise WorkerFailed(f"this worker holds no columns of the session, the step starts at {meta['start']}")
+            served, max_length = self.served, _count(meta, "max_length")
             size = served.kv_size(batch, max_length, stop - start)
             free = served.limits["kv_bytes"] - served.kv_used
             if size > free:
