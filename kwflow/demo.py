@@ -119,15 +119,11 @@ def _run(console: Console, model: str, tokens: int) -> tuple[list[Fact], dict[st
 def _load_local(folder: str) -> Any:
     """Hugging Face's own model, whole, in this process: the oracle."""
     import torch
-    from huggingface_hub.utils import disable_progress_bars
 
-    disable_progress_bars()  # transformers asks it too, when it is imported
-    from kwflow.models.families import quiet, read_config, skeleton
+    from kwflow.models.reference import load_local
 
     torch.set_num_threads(THREADS)
-    with quiet():
-        own = type(skeleton(read_config(folder)[0]))  # the class that AutoModelForCausalLM chooses
-        return own.from_pretrained(folder, dtype="auto").eval().requires_grad_(False)  # type: ignore[attr-defined]
+    return load_local(folder)
 
 
 def _prove(console: Console, lab: Lab) -> tuple[list[Fact], dict[str, str]]:

@@ -16,7 +16,8 @@ from kwflow.blocks import precision, run, upcast
 from kwflow.edits import add_prompts, add_steer, token_positions
 from kwflow.errors import KwargError, SpanError
 from kwflow.kwargs import Bound
-from kwflow.models.families import config_attention, family_of, load_span, model_name
+from kwflow.models.checkpoint import model_path
+from kwflow.models.families import config_attention, family_of, load_span, model_name, quiet
 
 
 class Reference(Protocol):
@@ -115,6 +116,17 @@ def _upcast(model: nn.Module, dtype: torch.dtype) -> Any:
     for parameter in wide.parameters():
         parameter.data = parameter.data.to(dtype)
     return wide
+
+
+def load_local(model: str | os.PathLike[str]) -> Any:
+    """A model whole, in this process, as transformers loads it; quietly."""
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()  # transformers asks for it when it is imported
+    from transformers import AutoModelForCausalLM
+
+    with quiet():
+        return AutoModelForCausalLM.from_pretrained(model_path(model), dtype="auto").eval().requires_grad_(False)
 
 
 def as_reference(reference: Any) -> Reference:
