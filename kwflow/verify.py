@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kwflow.axes import Axed
 from kwflow.errors import KwflowError, SpanError
 from kwflow.flow import Flow, Plan
 
@@ -106,7 +107,8 @@ def exact_match(
 
     ``reference``: a Hugging Face model, or ``kf.stream(path)``. ``layers``: check each of these alone instead of the
     whole flow. ``threads``: torch threads of the reference; by default the workers'. The reference runs the flow's own
-    cuts of the batch, since other shapes round otherwise.
+    cuts of the batch, since other shapes round otherwise. Where the bits differ, pads are left out of the comparison:
+    attention implementations fill them differently, and nothing reads them.
     """
     from kwflow.models.reference import as_reference
 
@@ -123,9 +125,10 @@ def exact_match(
             reasons = differences(plans, local, hidden)
             for (name, one), plan in zip(parts, plans, strict=True):
                 ours, expected = one(hidden, **kwargs), _by_cuts(plan, local, hidden, local.dtype)
-                outputs.append(compare(name, ours, expected))
+                outputs.append(compare(name, *_at_tokens(ours, expected, kwargs)))
                 if layers is None and (flow.start, flow.stop) == (0, flow.ends.layers):
-                    outputs.append(compare("logits", flow.head(ours), flow.head(expected), top1=True))
+                    logits = _at_tokens(flow.head(ours), flow.head(expected), kwargs)
+                    outputs.append(compare("logits", *logits, top1=True))
     sides = (repr(flow), f"{local.name}, {threads} thread{'s' if threads != 1 else ''}")
     numbers = sum(ours.numel() for ours in [hidden]) * len(parts)
     if all(c.bitwise for c in outputs):
@@ -195,6 +198,20 @@ def _by_cuts(plan: Plan, local: Any, hidden: Tensor, dtype: torch.dtype) -> Tens
     return torch.cat(outs)
 
 
+def _at_tokens(ours: Tensor, expected: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Both sides whole when all bits are equal, else at the tokens only: what stands at a pad means nothing."""
+    mask = kwargs.get("attention_mask")
+    mask = mask.tensor if isinstance(mask, Axed) else mask
+    if (
+        not isinstance(mask, Tensor)
+        or mask.dim() != 2
+        or (ours.dtype == expected.dtype and torch.equal(ours, expected))
+    ):
+        return ours, expected
+    at = mask.bool().expand(ours.shape[0], -1)
+    return ours[at], expected[at]
+
+
 def _judge(
     parts: Sequence[tuple[str, Flow]],
     plans: Sequence[Plan],
@@ -212,7 +229,8 @@ def _judge(
     try:
         for (name, one), plan in zip(parts, plans, strict=True):
             ours = one.options(dtype="float64")(wide, **kwargs)
-            gaps.append(compare(name, ours, _by_cuts(plan, local, wide, torch.float64)).max_rel)
+            expected = _by_cuts(plan, local, wide, torch.float64)
+            gaps.append(compare(name, *_at_tokens(ours, expected, kwargs)).max_rel)
     except (KwflowError, RuntimeError) as error:
         why = f"not bitwise (max rel {gap:.2g}){known}; a side refused float64: {str(error)[:120]}"
         return Match("no fp64 verdict", why, outputs, reasons, None, sides)

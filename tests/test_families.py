@@ -333,14 +333,16 @@ def test_llama_in_bfloat16() -> None:
 
 def test_kwargs_of_another_precision_are_cast_where_they_act() -> None:
     """The gradient comes back in the caller's dtype."""
-    hidden = random(B, S, D).bfloat16()
+    hidden, model = random(B, S, D).bfloat16(), huggingface("llama", torch.bfloat16, torch.bfloat16)
     for dtype in (torch.float64, torch.float32, torch.float16):
         v = random(D, dtype=dtype, seed=1).requires_grad_()
-        out = flow("llama", TWO, torch.bfloat16)(hidden, steer={2: v})
-        model = huggingface("llama", torch.bfloat16, torch.bfloat16)
-        assert_bits(out, residual(model, hidden, steer={2: v.detach()[None, None]}), str(dtype))
+        p = random(L, 1, 3, D, dtype=dtype, seed=2).requires_grad_()
+        out = flow("llama", TWO, torch.bfloat16)(hidden, steer={2: v}, prompts=p)
+        local = residual(model, hidden, steer={2: v.detach()[None, None]}, prompts=dict(enumerate(p.detach())))
+        assert_bits(out, local, str(dtype))
         out.float().sum().backward()
-        assert v.grad is not None and v.grad.dtype == dtype
+        for leaf in (v, p):
+            assert leaf.grad is not None and leaf.grad.dtype == dtype
 
 
 # ---- gradients

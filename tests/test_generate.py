@@ -212,6 +212,7 @@ def test_two_in_a_row_and_after_an_error(pair: tuple[Any, Any]) -> None:
             generated(model, {}, prompt(), **bad)
         assert torch.equal(generated(model, {}, prompt()), baseline)
     assert torch.equal(generated(model, {}, prompt(), steer={1: 5 * V}), steered)
+    assert_bits(model(**prompt()).logits, local(**prompt()).logits, "a plain forward afterwards")
     assert not torch.equal(steered, baseline)
     settle(model.flow, [0, 0])  # no keys and values are left behind
 
