@@ -162,8 +162,6 @@ def run(
     mask = attention_mask if mask is None else mask
     if mask is not None and mask.dim() == 2:
         mask = mask.expand(hidden.shape[0], -1)  # transformers' mask functions index rows
-    if mask is not None and mask.dim() == 2:
-        mask = mask.expand(hidden.shape[0], -1)  # one row stands for all; transformers wants each
     with _explained("preparing", blocks[0].layer, hidden, bound):
         prepared = blocks[0].prepare(hidden, attention_mask=mask, position_ids=positions, past=past)
     where = token_positions(mask, past, hidden.shape[1], hidden.device)
