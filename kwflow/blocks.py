@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from kwflow import tree as trees
 from kwflow.axes import Axed, Axes
 from kwflow.edits import add_prompts, add_steer, token_positions
-from kwflow.errors import AxesError, BlockError, KwargError, KwflowError, UnknownKwarg
+from kwflow.errors import AxesError, BlockError, CallerError, KwargError, UnknownKwarg
 from kwflow.kv import KV, StepCache
 from kwflow.kwargs import SCALARS, Bound, PerLayer, Schema, Spec, bind_kwargs
 
@@ -167,7 +167,7 @@ def run(
     where = token_positions(mask, past, hidden.shape[1], hidden.device)
     call = Call(prepared, where, None if kv is None else StepCache(kv, past))
     for block, own in zip(blocks, params, strict=True):
-        who = "block" if block.custom is None else f"block_fn {block.custom.__name__!r}"
+        who = "block" if block.custom is None else f"block_fn {getattr(block.custom, '__name__', block.custom)!r}"
         with _explained(who, block.layer, hidden, bound):
             out = block.apply(own, hidden, call, bound.for_layer(block.layer))
         if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
@@ -185,11 +185,9 @@ def _explained(who: str, layer: int, hidden: Tensor, bound: Bound) -> Iterator[N
     """What fails here fails on every worker: a BlockError, with the layer and the shapes."""
     try:
         yield
-    except KwflowError:
+    except (CallerError, torch.OutOfMemoryError, MemoryError):
         raise
-    except (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
+    except Exception as error:
         raise BlockError(
             f"{who} of layer {layer} raised {type(error).__name__}: {error} "
             f"(hidden {tuple(hidden.shape)}; {bound.describe() or 'no kwargs'})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -132,6 +133,7 @@ def import_function(where: str) -> Callable[..., Any]:
     module, colon, name = where.partition(":")
     if not colon or not module or not name:
         raise KwargError(f"--block-fn takes pkg.mod:fn, got {where!r}")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does: a module of the folder one stands in
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

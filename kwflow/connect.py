@@ -46,17 +46,22 @@ class KnownPeers:
 
     async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
         """Hops that cover ``[start, stop)``; a worker that does not answer hello is left out."""
+        tried: set[str] = set()
         while True:
             now = time.monotonic()
             banned = {peer for peer, (until, _) in self._banned.items() if until > now}
             try:
-                hops = plan(self._view(), start, stop, blocked={*blocked, *banned})
-            except NoRoute as error:
-                raise error from self.last_failure
+                hops = plan(self._view(), start, stop, blocked={*blocked, *tried, *banned})
+            except NoRoute:
+                try:  # better a worker that failed lately than none
+                    hops = plan(self._view(), start, stop, blocked={*blocked, *tried})
+                except NoRoute as error:
+                    raise error from self.last_failure
             try:
                 return [Hop(peer, a, b, await self._hello(peer)) for peer, a, b in hops]
             except WorkerFailed as error:
                 self.failed(error)
+                tried.add(error.peer or "")
 
     async def _hello(self, peer: str) -> dict[str, Any]:
         if peer not in self._hellos:
@@ -80,8 +85,9 @@ class KnownPeers:
         self.last_failure = error
         if error.peer and not isinstance(error, WorkerFull):
             self._hellos.pop(error.peer, None)
-            failures = self._banned.get(error.peer, (0.0, 0))[1] + 1
-            self._banned[error.peer] = (time.monotonic() + BAN_SECONDS * 2 ** (failures - 1), failures)
+            until, failures = self._banned.get(error.peer, (0.0, 0))
+            if until < time.monotonic():  # what else was under way when it failed does not count again
+                self._banned[error.peer] = (time.monotonic() + BAN_SECONDS * 2**failures, failures + 1)
 
     def close(self) -> None:
         """Close every link; calling it again does nothing."""

@@ -127,12 +127,18 @@ class Flow:
         if unknown:
             raise KwargError(f"no option {sorted(unknown)[0]!r}; options are {', '.join(Options.__dataclass_fields__)}")
         if "peers_blocked" in changes:
-            changes["peers_blocked"] = tuple(changes["peers_blocked"])
+            given = changes["peers_blocked"]
+            changes["peers_blocked"] = (given,) if isinstance(given, str) else tuple(given)
+        if isinstance(changes.get("dtype"), torch.dtype):
+            changes["dtype"] = str(changes["dtype"]).removeprefix("torch.")
         options = replace(self._options, **changes)
         if options.dtype not in (None, "float32", "float64"):
             raise KwargError(f"option dtype is {options.dtype!r}; a worker upcasts to 'float32' or 'float64'")
-        if options.timeout <= 0 or options.batch_tokens < 1:
-            raise KwargError("timeout and batch_tokens are positive numbers")
+        timeout, tokens = options.timeout, options.batch_tokens
+        if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
+            raise KwargError(f"option timeout is {timeout!r}; give a finite number of seconds")
+        if type(tokens) is not int or tokens < 1:
+            raise KwargError(f"option batch_tokens is {tokens!r}; give a number of tokens")
         return Flow(self.ends, self.peers, self.span, options)
 
     def __repr__(self) -> str:
@@ -149,7 +155,8 @@ class Flow:
         plan = self.plan(hidden, kwargs)
         tensors = (hidden, *plan.bound.tensors)
         if hidden.numel() == 0:
-            return hidden.clone()
+            reached = [t.sum().to(hidden.dtype) * 0 for t in plan.bound.tensors if t.requires_grad]
+            return sum(reached, hidden.clone())
         if any(is_wrapped(t) for t in tensors) or _in_forward_mode(tensors):
             return plan.by_spans(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -221,6 +228,9 @@ class Flow:
     def session(self, max_length: int) -> Any:
         """Keys and values kept on the workers over steps, up to ``max_length`` columns; a context manager."""
         from kwflow.session import Session
+
+        if self._options.dtype:
+            raise UnsupportedError("a session runs in the workers' dtype; options(dtype=) is for calls")
 
         return Session(self, max_length)
 
@@ -384,8 +394,10 @@ class _FlowCall(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return (None, *ctx.plan.run(ctx.plan.backward(cotangent, needed, ctx.boundaries)))
         wanted = [i for i, need in enumerate(needed) if need]
-        out = ctx.plan.by_spans(tensors)
-        found = torch.autograd.grad(out, [tensors[i] for i in wanted], cotangent, create_graph=True, allow_unused=True)
+        # views: one tensor given twice, or a kwarg made from hidden, must get its own part of the gradient and no more
+        own = [t.view_as(t) for t in tensors]
+        out = ctx.plan.by_spans(own)
+        found = torch.autograd.grad(out, [own[i] for i in wanted], cotangent, create_graph=True, allow_unused=True)
         grads = dict(zip(wanted, found, strict=True))
         return (None, *(grads.get(i) for i in range(len(tensors))))
 
@@ -419,10 +431,10 @@ def check_hidden(hidden: Any, width: int) -> None:
         raise KwargError(
             f"hidden is a {type(hidden).__name__}; give a tensor (batch, seq, {width}), as flow.inputs makes"
         )
-    if hidden.dim() != 3 or hidden.shape[2] != width:
-        raise ShapeError(f"hidden is {describe(hidden)}; these blocks take (batch, seq, {width})")
     if not hidden.is_floating_point():
         raise KwargError(f"hidden is {describe(hidden)}; blocks take floating point (token ids go through flow.inputs)")
+    if hidden.dim() != 3 or hidden.shape[2] != width:
+        raise ShapeError(f"hidden is {describe(hidden)}; these blocks take (batch, seq, {width})")
 
 
 def check_reply(out: Tensor | None, hidden: Tensor, hop: Hop) -> Tensor:
@@ -437,6 +449,8 @@ def token_ids(ends: Ends, texts: str | Sequence[str] | Mapping[str, Tensor] | Te
     """Token ids and mask (batch, seq) of texts, of ids, or of a tokenizer's output."""
     if isinstance(texts, str):
         texts = [texts]
+    elif isinstance(texts, Mapping) or hasattr(texts, "input_ids"):  # a tokenizer may give lists
+        texts = {name: torch.as_tensor(texts[name]) for name in ("input_ids", "attention_mask") if name in texts}  # type: ignore[index, operator]
     if isinstance(texts, Tensor):
         ids, mask = texts, torch.ones_like(texts)
     elif isinstance(texts, Mapping) or hasattr(texts, "input_ids"):
@@ -449,6 +463,8 @@ def token_ids(ends: Ends, texts: str | Sequence[str] | Mapping[str, Tensor] | Te
         raise KwargError("flow.inputs takes a text, a list of texts, token ids (batch, seq) or a tokenizer's output")
     if ids.dim() != 2 or ids.is_floating_point() or mask.shape != ids.shape:
         raise ShapeError(f"token ids are {describe(ids)} and the mask {describe(mask)}; both are int (batch, seq)")
+    if ids.shape[1] == 0:
+        raise KwargError("there is not one token: the text is empty")
     return ids, mask
 
 

@@ -244,6 +244,8 @@ def bind_kwargs(
         if value is None:
             continue
         if isinstance(value, PerLayer):
+            if any(schema.kwargs[name].group == "call" for _, schema in schemas if name in schema.kwargs):
+                raise KwargError(f"{name} holds for the whole call: it cannot differ by layer")
             for layer, own in _by_layer(name, value, span).items():
                 if own is not None:
                     _need(name, schemas, (layer, layer + 1), span)
@@ -288,6 +290,8 @@ def check_bound(bound: Bound, schema: Schema, sizes: Mapping[str, int]) -> None:
         for name, value in bound.group(group).items():
             _refuse_unknown(name, [((bound.start, bound.stop), schema)], (bound.start, bound.stop))
             known = {**schema.sizes, **sizes, "layer": bound.stop - bound.start}
+            if (group == "call") != (schema.kwargs[name].group == "call"):
+                raise KwargError(f"{name} does not belong to {group!r}")
             _bind_value(name, value, schema.kwargs[name], known, own_layer=isinstance(group, int))
 
 

@@ -64,7 +64,7 @@ Accept = Callable[[str], Connection]
 
 # ---- the network thread ------------------------------------------------------------------------------------------
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # also taken by finalizers, which may run anywhere
 _loop: asyncio.AbstractEventLoop | None = None
 _pid: int | None = None
 

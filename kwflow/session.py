@@ -92,6 +92,8 @@ class Session:
         past = self._mask if self._mask is not None else torch.ones(tokens.shape[0], self.position, dtype=torch.bool)
         whole = torch.cat([past.to(torch.long), mask.to(torch.long)], 1)
         positions = (whole.cumsum(-1) - 1).clamp(min=0)[:, self.position :]
+        if self._positions is not None and self.position:
+            positions = self._positions[:, -1:] + mask.long().cumsum(-1)
         out = {"hidden": self.flow.embed(tokens, position_ids=positions)}
         if not bool(whole.all()):
             out["attention_mask"] = whole
@@ -100,6 +102,8 @@ class Session:
     def reorder(self, ids: Sequence[int] | Tensor) -> None:
         """Give the rows another order, with repeats: row ``i`` becomes what row ``ids[i]`` was (a beam reorder)."""
         rows = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        if self.closed:
+            raise SessionError("the session is closed")
         if self.batch is None:
             raise SessionError("reorder before the first step: the session has no rows yet")
         if len(rows) != self.batch or not all(isinstance(r, int) and 0 <= r < self.batch for r in rows):
@@ -113,7 +117,9 @@ class Session:
 
     def rollback(self, position: int) -> None:
         """Forget the columns from ``position`` on; the next step starts there."""
-        if not isinstance(position, int) or not 0 <= position <= self.position:
+        if self.closed:
+            raise SessionError("the session is closed")
+        if type(position) is not int or not 0 <= position <= self.position:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
         with self._turn:
             self.position = position

@@ -113,8 +113,8 @@ def exact_match(
     from kwflow.models.reference import as_reference
 
     local = as_reference(reference)
-    if layers is not None and not all(flow.start <= layer < flow.stop for layer in layers):
-        raise SpanError(f"layers={list(layers)} are not all in this flow's {flow.start}:{flow.stop}")
+    if layers is not None and not (layers and all(flow.start <= layer < flow.stop for layer in layers)):
+        raise SpanError(f"layers={list(layers)}: give some, all in this flow's {flow.start}:{flow.stop}")
     parts = [("hidden", flow)] if layers is None else [(f"layer {n}", flow[n : n + 1]) for n in layers]
     outputs, reasons = [], list[str]()
     with torch.no_grad():
@@ -130,9 +130,10 @@ def exact_match(
                     logits = _at_tokens(flow.head(ours), flow.head(expected), kwargs)
                     outputs.append(compare("logits", *logits, top1=True))
     sides = (repr(flow), f"{local.name}, {threads} thread{'s' if threads != 1 else ''}")
-    numbers = sum(ours.numel() for ours in [hidden]) * len(parts)
     if all(c.bitwise for c in outputs):
-        return Match("bitwise", f"all bits are equal ({numbers:,} numbers per output)", tuple(outputs), (), None, sides)
+        return Match(
+            "bitwise", f"all bits are equal ({hidden.numel():,} numbers per hidden)", tuple(outputs), (), None, sides
+        )
     gap = max(c.max_rel for c in outputs if c.name != "logits")
     return _judge(parts, plans, local, hidden, kwargs, tuple(outputs), tuple(reasons), gap, sides)
 

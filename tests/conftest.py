@@ -11,6 +11,8 @@ import hypothesis
 import pytest
 import torch
 
+collect_ignore = ["echo_worker.py"]  # a program, not a module: collecting its doctests would run it
+
 # Runs are the same everywhere: a failing example is found again by running the test again. deadline: CPUs are shared.
 hypothesis.settings.register_profile("kwflow", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)

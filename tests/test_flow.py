@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import subprocess
+import sys
+import textwrap
 import threading
 from typing import Any
 
@@ -416,6 +419,38 @@ def test_what_cannot_be_sent_is_refused() -> None:
         remote(zero, tree={"x": object()})
 
 
+# ---- the end
+
+
+LAST_WORDS = """
+    import sys, time
+    import torch
+    import kwflow as kf
+
+    def busy(params, hidden, /, *, block, large: kf.Axes["some numbers"], **kw):
+        print("busy", flush=True)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:
+            large = large.clone()
+        return hidden
+
+    flow = kf.connect(sys.argv[1], block_fn=busy)[:1]
+    from kwflow import link
+
+    hidden, large = torch.zeros(1, 1, 32), torch.zeros(1000, 1000)
+    link.submit(flow._acall(hidden, {"large": large}, graded=False))
+    time.sleep(0.2)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_while_a_worker_computes_ends_in_peace() -> None:
+    """A thread that comes back to an interpreter that has ended aborts the process."""
+    script = [sys.executable, "-c", textwrap.dedent(LAST_WORDS), str(folder("gpt2"))]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "busy\n"), done.stderr
+
+
 # ---- connecting
 
 
@@ -426,3 +461,16 @@ def test_connect_without_peers_is_the_same_flow() -> None:
         assert_bits(here(hidden), flow("llama", EACH)(hidden))
     with kf.connect(folder("llama"), dtype="bfloat16") as here:
         assert here(hidden.bfloat16()).dtype is torch.bfloat16 and here.ends.dtype is torch.bfloat16
+
+
+def test_create_graph_counts_each_path_of_a_shared_input_once() -> None:
+    """One vector at two layers and in hidden, and a kwarg made from hidden: create_graph changes no gradient."""
+    fn, hidden = flow("llama", TWO, torch.float64), random(2, 3, HIDDEN, dtype=torch.float64)
+
+    def gradient(create_graph: bool) -> Tensor:
+        v = random(HIDDEN, seed=1, dtype=torch.float64).requires_grad_()
+        moved = hidden * v
+        out = fn(moved, steer={0: moved.mean((0, 1)), 1: v, 3: v})
+        return torch.autograd.grad(out.pow(2).sum(), v, create_graph=create_graph)[0].detach()
+
+    assert_close(gradient(True), gradient(False))

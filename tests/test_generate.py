@@ -314,3 +314,13 @@ def test_from_pretrained(tmp_path: Any) -> None:
     assert torch.equal(
         model.generate(**prompt(), max_new_tokens=3), huggingface("gpt2").generate(**prompt(), max_new_tokens=3)
     )
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_forward_goes_on_from_a_cache_by_its_older_name(pair: tuple[Any, Any]) -> None:
+    logits = []
+    for one in pair:
+        with torch.no_grad():
+            first = one(ids(2, 6), use_cache=True)
+            logits.append(one(ids(2, 1), past_key_values=first[cache_name(pair[1])]).logits)
+    assert_bits(*logits)

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kwflow.errors import KwargError, UnknownKwarg, UnsupportedError, did_you_mean
 from kwflow.flow import Flow, Options
 from kwflow.kwargs import PerLayer
-from kwflow.models.checkpoint import Checkpoint
+from kwflow.models.checkpoint import Checkpoint, model_path
 from kwflow.models.families import (
     cache_argument,
     family_of,
@@ -58,7 +58,12 @@ class StandIn(nn.Module):
         self.tuples = tuples
 
     def forward(self, hidden: Tensor, *_: Any, **kwargs: Any) -> Any:
-        out = _bridge.get()(hidden, kwargs)
+        bridge = _bridge.get(None)
+        if bridge is None:
+            raise UnsupportedError(
+                "the layers are on the workers: call the model itself, or flow(...), not its base model"
+            )
+        out = bridge(hidden, kwargs)
         return (out, None) if self.tuples else out
 
 
@@ -66,8 +71,9 @@ def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None) -
     """The family's CausalLM with a stand-in for its layers: embeddings, final norm and head are read, frozen."""
     config, folder = read_config(model)
     family, target = family_of(config), resolve_dtype(dtype, config)
-    config.num_hidden_layers = 1
+    layers, config.num_hidden_layers = config.num_hidden_layers, 1
     shell = skeleton(config)
+    shell.config.num_hidden_layers = layers
     base = getattr(shell, shell.base_model_prefix)
     setattr(base, family.layers, nn.ModuleList([StandIn(family.tuples)]))
     checkpoint = Checkpoint(folder)
@@ -219,11 +225,15 @@ class Distributed:
         call = bound.arguments
         call.update(call.pop("kwargs", {}))
         for name in ("output_attentions", "output_hidden_states"):
-            if call.get(name):
+            if call.get(name) or getattr(self.config, name, False):  # type: ignore[attr-defined]
                 raise UnsupportedError(f"{name}=True: the layers are on the workers, which do not send these")
         cache_name = cache_argument(super().forward)  # type: ignore[misc]
+        older = call.pop("past_key_values", None) if cache_name != "past_key_values" else None  # its name before 5.x
         cache = call.pop(cache_name, None)
+        cache = older if cache is None else cache
         mask, wants_cache = call.pop("attention_mask", None), call.pop("use_cache", None)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.is_floating_point():
+            mask = mask.long()  # as transformers takes it; what is not 0 or 1 is refused further on
         if cache is not None and not isinstance(cache, RemoteCache):
             raise KwargError(f"{cache_name} is a {type(cache).__name__}; give the cache that this model returned")
         if cache is None and wants_cache and not self._differentiates([*own.values(), call.get("inputs_embeds")]):
@@ -265,7 +275,7 @@ class Distributed:
             ids = args[0] if args else given.get("input_ids", given.get("inputs")) if ids is None else ids
             prompt = ids.shape[1] if isinstance(ids, Tensor) else 1
             new = setting("max_new_tokens", None)
-            total = prompt + new if new is not None else max(setting("max_length", 20), prompt + 1)
+            total = prompt + new if new is not None else max(setting("max_length", 0), prompt + 20)
             repeats = max(setting("num_beams", 1), setting("num_return_sequences", 1))
             if setting("return_dict_in_generate", False):  # the caller gets the cache, and may go on from it
                 session = self.flow.session(max(total + 1, self._room()))
@@ -308,7 +318,18 @@ class Distributed:
             raise UnknownKwarg(f"the model got {name!r}; its blocks take {', '.join(sorted(taken))}.{hint}")
         return own, given
 
+    def save_pretrained(self, *_: Any, **__: Any) -> None:
+        raise UnsupportedError(
+            "the layers are on the workers: this model has nothing but its embeddings and head to save"
+        )
+
     def _refuse(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        for name in given.keys() & self.flow.kwargs().keys():
+            raise KwargError(f"both generate and a block_fn take {name!r}; give the block_fn's kwarg another name")
+        if given.get("use_cache") is False:
+            raise UnsupportedError(
+                "generate(use_cache=False): a session on the workers is the cache, and is always used"
+            )
         for name, why in _NOT_HERE.items():
             if given.get(name) is not None and given.get(name) is not False:
                 raise UnsupportedError(f"generate({name}=…): {why}")
@@ -344,7 +365,8 @@ def _generate_names(cls: type) -> frozenset[str]:
     from transformers import GenerationConfig
 
     own = inspect.signature(super(Distributed, cls).generate).parameters  # type: ignore[misc]
-    return frozenset(own) | frozenset(vars(GenerationConfig())) - {"self", "kwargs"}
+    popped = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}  # read from **kwargs by generate
+    return frozenset(own) | popped | frozenset(vars(GenerationConfig())) - {"self", "kwargs"}
 
 
 # what transformers' forwards read from their **kwargs
@@ -390,10 +412,15 @@ class AutoDistributedModelForCausalLM:
             raise UnknownKwarg(f"from_pretrained got {name!r}.{hint}")
         from kwflow.connect import connect
 
-        flow = connect(model, peers=initial_peers, dtype=dtype) if flow is None else flow
+        if flow is None:
+            flow = connect(model, peers=initial_peers, dtype=dtype)
+        elif initial_peers is not None or dtype is not None:
+            raise KwargError("flow= is connected already: initial_peers and dtype belong to kf.connect")
         ends = flow.ends
         if not isinstance(ends, ModelEnds):
             raise KwargError("flow= takes what kf.connect returns")
+        if str(model_path(model)) != str(ends.folder):
+            raise KwargError(f"flow= serves {ends.name}, not {model_name(model)}")
         shell: Any = ends.shell
         if not isinstance(shell, Distributed):
             hf = type(shell)

@@ -83,6 +83,8 @@ def rotary(config: Any, base: nn.Module) -> Prepare:
     """Rotary families: a causal mask, and cos/sin of the positions."""
     kind: Any = type(base.rotary_emb)
     embed = kind(config=config)
+    # NOTE [dynamic rope] transformers' dynamic type keeps the longest length it has seen: a function keeps nothing
+    remembers = "dynamic" in str(getattr(embed, "rope_type", ""))
 
     def prepare(
         hidden: Tensor, *, attention_mask: Tensor | None, position_ids: Tensor | None, past: int
@@ -92,7 +94,7 @@ def rotary(config: Any, base: nn.Module) -> Prepare:
         return {
             "attention_mask": causal_mask(config, hidden, attention_mask, past),
             "position_ids": position_ids,
-            "position_embeddings": embed(hidden, position_ids=position_ids),
+            "position_embeddings": (kind(config=config) if remembers else embed)(hidden, position_ids=position_ids),
         }
 
     return prepare
@@ -179,7 +181,7 @@ def model_name(model: str | os.PathLike[str]) -> str:
 def resolve_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     """``None`` and ``"auto"`` mean the checkpoint's own."""
     if isinstance(dtype, torch.dtype):
-        return dtype
+        dtype = str(dtype).removeprefix("torch.")
     if dtype in (None, "auto"):
         own = getattr(config, "dtype", None)
         return (

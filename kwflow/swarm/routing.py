@@ -31,8 +31,9 @@ def plan(view: Sequence[Serves], start: int, stop: int, *, blocked: Collection[s
         covering = [worker for worker in view if worker.start <= at < worker.stop and worker.peer not in blocked]
         if not covering:
             known = ", ".join(f"{w.start}:{w.stop} on {w.peer[-8:]}" for w in sorted(view, key=lambda w: w.start))
-            also = f"; blocked: {', '.join(peer[-8:] for peer in blocked)}" if blocked else ""
-            raise NoRoute(f"no live worker serves layer {at} of {start}:{stop}; known: {known or 'none'}{also}")
+            also = f"; blocked or failed just now: {', '.join(peer[-8:] for peer in blocked)}" if blocked else ""
+            known = known or "no workers at all: were peers of the right swarm given?"
+            raise NoRoute(f"no live worker serves layer {at} of {start}:{stop}; known: {known}{also}")
         best = min(covering, key=lambda w: (-w.stop, w.peer))
         end = min(best.stop, stop)
         hops.append((best.peer, at, end))

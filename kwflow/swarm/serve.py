@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import signal
 from collections.abc import Callable, Sequence
@@ -29,9 +30,15 @@ def load(model: str, start: int, stop: int, dtype: str, fn: Callable[..., Any] |
 
 def function_id(fn: Callable[..., Any]) -> str:
     """A name and a hash of a function's code: part of the fingerprint, since it is part of the values."""
-    code = fn.__code__
-    said = repr((code.co_code.hex(), [c for c in code.co_consts if not hasattr(c, "co_code")], code.co_names))
-    return f"{fn.__module__}:{fn.__qualname__}:{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+    if isinstance(fn, functools.partial):
+        return f"{function_id(fn.func)}:{fn.args!r}:{fn.keywords!r}"[:200]
+    code, name = getattr(fn, "__code__", None), getattr(fn, "__qualname__", type(fn).__qualname__)
+    if code is None:
+        return f"{fn.__module__}:{name}"
+    cells = [repr(cell.cell_contents) for cell in fn.__closure__ or ()]
+    consts = [c for c in code.co_consts if not hasattr(c, "co_code")]
+    said = repr((code.co_code.hex(), consts, code.co_names, fn.__defaults__, fn.__kwdefaults__, cells))
+    return f"{fn.__module__}:{name}:{hashlib.sha256(said.encode()).hexdigest()[:12]}"
 
 
 async def serve(

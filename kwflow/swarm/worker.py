@@ -7,10 +7,12 @@ the rest; a priority queue between them lets a decode step pass a long backward.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -43,6 +45,9 @@ from kwflow.wire import PROTOCOL, Message
 FEATURES = ("hello", "run", "vjp", "jvp", "vmap", "nested", "float64", "step", "reorder", "rollback")
 DECODE, PREFILL, FORWARD, BACKWARD = range(4)  # priorities: the lowest number goes first
 
+MAX_ORDER, MAX_OPERATIONS = 4, 8  # derivatives, and operations in all, of one request
+MAX_REORDERS = 256  # of one step
+
 DEFAULT_KV_BYTES = 2 << 30
 
 
@@ -56,6 +61,9 @@ class Compute:
         self._number = itertools.count()
         self._thread = threading.Thread(target=self._serve, name="kwflow-compute", daemon=True)
         self._thread.start()
+        if not _running:
+            atexit.register(_finish)
+        _running.add(self)
 
     async def __call__(self, priority: int, work: Callable[[], Any]) -> tuple[Any, float, float]:
         """Run ``work`` on the compute thread: its result, seconds queued, seconds computing."""
@@ -76,6 +84,8 @@ class Compute:
             try:
                 result = work()
             except BaseException as error:  # noqa: BLE001  handed to whoever awaits the future
+                if not isinstance(error, Exception) or isinstance(error, StopIteration):  # a future cannot carry those
+                    error = RuntimeError(f"{type(error).__name__}: {error}")
                 future.set_exception(error)
             else:
                 future.set_result((result, began - queued, time.perf_counter() - began))
@@ -83,6 +93,17 @@ class Compute:
 
     def stop(self) -> None:
         self._queue.put((-1, next(self._number), None))
+
+
+_running: weakref.WeakSet[Compute] = weakref.WeakSet()
+
+
+def _finish() -> None:
+    """At exit: a thread that is still freeing tensors when the interpreter ends would abort the process."""
+    for compute in list(_running):
+        compute.stop()
+    for compute in list(_running):
+        compute._thread.join(2.0)
 
 
 @dataclass
@@ -105,6 +126,12 @@ class Session:
         self.mask[:, start : start + seq] = True if given is None else given.bool()
         return self.mask[:, : start + seq]
 
+    def reorder(self, rows: list[int], length: int) -> None:
+        """Take the rows of the first ``length`` columns in another order."""
+        index = torch.tensor(rows, dtype=torch.long)
+        self.kv.reorder(index, length)
+        self.mask = None if self.mask is None else self.mask.index_select(0, index)
+
 
 class Served:
     """A span that is served: makes a Connection for each channel that a client opens."""
@@ -113,10 +140,9 @@ class Served:
         self, spec: SpanSpec, *, model: str = "", kv_bytes: int = DEFAULT_KV_BYTES, batch_tokens: int = 1 << 16
     ):
         self.spec, self.model = spec, model
-        self.limits = {"kv_bytes": kv_bytes, "batch_tokens": batch_tokens}
+        self.limits = {"kv_bytes": kv_bytes, "batch_tokens": batch_tokens, "order": MAX_ORDER}
         self.compute = Compute()
         self.kv_used = 0
-        self._upcast: dict[torch.dtype, list[Mapping[str, Tensor]]] = {}
 
     def hello(self) -> dict[str, Any]:
         """What a client learns before its first call."""
@@ -181,6 +207,9 @@ class ClientConnection:
 
     def close(self) -> None:
         self.closed = True
+        self._release()
+
+    def _release(self) -> None:
         if self.session is not None:
             self.served.kv_used -= self.session.bytes
             self.session = None
@@ -233,19 +262,20 @@ class ClientConnection:
         hidden, bound, _ = _read(request.tree, (start, stop))
         check_hidden(hidden, spec)
         past, seq = _count(meta, "start"), hidden.shape[1]
+        reorders = _reorders(meta.get("reorder", []), hidden.shape[0])
+        check_bound(bound, spec.schema, {**_sizes(hidden), "key": _key_size(bound, past, seq)})
         session = self._opened(meta, hidden.shape[0], start, stop)
         if past + seq > session.kv.max_length:
             raise SessionError(f"columns {past}:{past + seq} do not fit max_length {session.kv.max_length}")
         if past > session.length:
             raise WorkerFailed(f"this worker holds {session.length} columns of the session, the step starts at {past}")
-        check_bound(bound, spec.schema, {**_sizes(hidden), "key": _key_size(bound, past, seq)})
         blocks = spec.part(start, stop)
 
         def work() -> Tensor:
             with torch.no_grad():
-                for number, rows in meta.get("reorder", []):
+                for number, rows in reorders:
                     if number > session.reordered:
-                        self._reorder(session, torch.tensor(rows), past)
+                        session.reorder(rows, past)
                         session.reordered = number
                 given, mine = _take_mask(bound)
                 mask = session.column_mask(given, past, seq)
@@ -261,10 +291,14 @@ class ClientConnection:
         return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, [out])
 
     def _opened(self, meta: Mapping[str, Any], batch: int, start: int, stop: int) -> Session:
+        if self.session is not None and meta["start"] == 0 and batch != self.session.batch:
+            self._release()  # a session that begins again, with other rows
         if self.session is None:
             if meta["start"] > 0:
                 raise WorkerFailed(f"this worker holds no columns of the session, the step starts at {meta['start']}")
             served, max_length = self.served, _count(meta, "max_length")
+            if batch < 1 or max_length < 1:
+                raise SessionError(f"a session of {batch} rows and {max_length} columns")
             size = served.kv_size(batch, max_length, stop - start)
             free = served.limits["kv_bytes"] - served.kv_used
             if size > free:
@@ -282,20 +316,12 @@ class ClientConnection:
             )
         return self.session
 
-    def _reorder(self, session: Session, rows: Tensor, length: int) -> None:
-        if rows.numel() != session.batch or bool((rows < 0).any()) or bool((rows >= session.batch).any()):
-            raise SessionError(f"reorder takes {session.batch} row numbers below {session.batch}, got {rows.tolist()}")
-        session.kv.reorder(rows, length)
-        if session.mask is not None:
-            session.mask = session.mask.index_select(0, rows)
-
     def _span(self, meta: Mapping[str, Any]) -> tuple[int, int]:
-        start, stop = meta["span"]
-        if not (
-            isinstance(start, int)
-            and isinstance(stop, int)
-            and self.served.spec.start <= start < stop <= self.served.spec.stop
-        ):
+        said = meta.get("span")
+        if not (isinstance(said, list) and len(said) == 2 and all(type(layer) is int for layer in said)):
+            raise SpanError(f"a request names its span, [start, stop], got {said!r:.80}")
+        start, stop = said
+        if not self.served.spec.start <= start < stop <= self.served.spec.stop:
             raise SpanError(
                 f"layers {start}:{stop} are not all on this worker, which serves "
                 f"{self.served.spec.start}:{self.served.spec.stop}"
@@ -351,8 +377,26 @@ def _read(tree: Any, span: tuple[int, int]) -> tuple[Tensor, Bound, list[Tensor]
     return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", {})), given
 
 
+def _reorders(said: Any, batch: int) -> list[tuple[int, list[int]]]:
+    """Beam reorders of a step: numbered, each a new order of the rows."""
+    if not isinstance(said, list) or len(said) > MAX_REORDERS:
+        raise SessionError(f"a step carries at most {MAX_REORDERS} reorders, each [number, rows]")
+    for one in said:
+        if not (isinstance(one, list) and len(one) == 2 and type(one[0]) is int and isinstance(one[1], list)):
+            raise SessionError(f"a reorder is [number, rows], got {one!r:.80}")
+        if len(one[1]) != batch or not all(type(row) is int and 0 <= row < batch for row in one[1]):
+            raise SessionError(f"reorder takes {batch} row numbers below {batch}, got {one[1]!r:.80}")
+    return [(number, rows) for number, rows in said]
+
+
 def _operations(said: Any) -> list[dict[str, Any]]:
     known = {"vjp", "jvp", "vmap"}
     if not isinstance(said, list) or not all(isinstance(o, dict) and len(known & o.keys()) == 1 for o in said):
-        raise UnsupportedError(f"operations {said!r} are not a list of vjp, jvp and vmap")
+        raise UnsupportedError(f"operations {said!r:.200} are not a list of vjp, jvp and vmap")
+    orders = sum("vmap" not in operation for operation in said)
+    if orders > MAX_ORDER or len(said) > MAX_OPERATIONS:
+        raise UnsupportedError(
+            f"{orders} derivatives in {len(said)} operations; a worker nests {MAX_ORDER} in {MAX_OPERATIONS} at most, "
+            f"since each doubles the work"
+        )
     return said
