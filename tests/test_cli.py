@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -182,3 +183,12 @@ def test_bars_and_gaps() -> None:
     assert bar([(0, 1)], 2, plain=True) == "#."
     assert bar([(0, 40)], 80, plain=True) == "#" * 12 + "." * 12
     assert bar([(0, 1)], 48, plain=True)[:2] == "+."
+
+
+def test_a_block_fn_of_the_folder_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kwflow.cli import import_function
+
+    (tmp_path / "my_block_module.py").write_text("def fn(params, hidden, /, *, block, **kw): return hidden\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path])
+    assert import_function("my_block_module:fn").__name__ == "fn"

@@ -474,3 +474,26 @@ def test_create_graph_counts_each_path_of_a_shared_input_once() -> None:
         return torch.autograd.grad(out.pow(2).sum(), v, create_graph=create_graph)[0].detach()
 
     assert_close(gradient(True), gradient(False))
+
+
+def test_an_empty_batch_has_a_gradient_too() -> None:
+    v = random(HIDDEN).requires_grad_()
+    out = flow("gpt2", TWO)(random(0, 3, HIDDEN), steer={1: v})
+    out.sum().backward()
+    assert out.shape == (0, 3, HIDDEN) and v.grad is not None and not v.grad.any()
+
+
+@pytest.mark.parametrize("option", [{"timeout": "3"}, {"timeout": float("inf")}, {"timeout": 0}, {"batch_tokens": 2.5}])
+def test_options_are_numbers(option: dict[str, Any]) -> None:
+    with pytest.raises(KwargError, match="give a"):
+        flow("gpt2", TWO).options(**option)
+
+
+def test_inputs_takes_what_a_tokenizer_gives_and_refuses_nothing_at_all() -> None:
+    remote = flow("gpt2", TWO)
+    lists = {"input_ids": [[3, 4]], "attention_mask": [[1, 1]]}
+    assert_bits(remote.inputs(lists)["hidden"], remote.inputs(torch.tensor([[3, 4]]))["hidden"])
+    with pytest.raises(KwargError, match="empty"):
+        remote.inputs(torch.empty(1, 0, dtype=torch.long))
+    with pytest.raises(KwargError, match=r"flow\.inputs"):
+        remote(torch.tensor([[3, 4]]))

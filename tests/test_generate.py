@@ -324,3 +324,38 @@ def test_forward_goes_on_from_a_cache_by_its_older_name(pair: tuple[Any, Any]) -
             first = one(ids(2, 6), use_cache=True)
             logits.append(one(ids(2, 1), past_key_values=first[cache_name(pair[1])]).logits)
     assert_bits(*logits)
+
+
+def test_default_length_is_transformers_own(pair: tuple[Any, Any]) -> None:
+    with pytest.warns(UserWarning, match="default `max_length`"):  # transformers' remark on both sides
+        made = [one.generate(ids(2, 4), do_sample=False) for one in pair]
+    assert made[0].shape == made[1].shape and torch.equal(*made)
+
+
+def test_a_float_mask_of_ones_and_zeros_is_taken_as_transformers_takes_it(pair: tuple[Any, Any]) -> None:
+    model, local = pair
+    mask = left_padded([0, 2], 4)
+    assert_bits(model(ids(2, 4), attention_mask=mask.float()).logits, local(ids(2, 4), attention_mask=mask).logits)
+
+
+def test_what_would_be_silent_is_refused(pair: tuple[Any, Any], tmp_path: Any) -> None:
+    model, _ = pair
+    with pytest.raises(UnsupportedError, match="use_cache=False"):
+        model.generate(ids(1, 3), use_cache=False, max_new_tokens=2)
+    with pytest.raises(UnsupportedError, match="base model"):
+        model.base_model(ids(1, 3))
+    with pytest.raises(UnsupportedError, match="nothing but its embeddings"):
+        model.save_pretrained(tmp_path)
+    assert model.config.num_hidden_layers == LAYERS
+    with pytest.raises(KwargError, match="connected already"):
+        kf.AutoDistributedModelForCausalLM.from_pretrained(model.flow.ends.folder, flow=model.flow, dtype="float32")
+
+
+def test_a_kwarg_that_generate_takes_too_is_refused_by_name() -> None:
+    def warm(params: Any, hidden: Tensor, /, *, block: Any, temperature: float = 1.0, **kw: Any) -> Tensor:
+        return block(params, hidden * temperature, **kw)
+
+    flow = make_flow("gpt2", TWO, block_fn=warm)
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("gpt2"), flow=flow)
+    with pytest.raises(KwargError, match="both generate and a block_fn take 'temperature'"):
+        model.generate(ids(1, 3), temperature=2.0, do_sample=True, max_new_tokens=2)

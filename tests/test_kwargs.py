@@ -301,3 +301,9 @@ def test_kwargs_survive_the_wire() -> None:
 def test_kwargs_that_cannot_be_read_are_the_sender_s_fault(said: Any) -> None:
     with pytest.raises(KwargError):
         Bound.from_tree(SPAN, said)
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids"])
+def test_what_holds_for_the_whole_call_cannot_differ_by_layer(name: str) -> None:
+    with pytest.raises(KwargError, match="whole call"):
+        bound(kf.per_layer({11: {name: torch.ones(4, 4).long()}}))

@@ -21,6 +21,7 @@ from kwflow.errors import (
     SessionError,
     ShapeError,
     UnknownKwarg,
+    UnsupportedError,
     WorkerFailed,
     WorkerFull,
 )
@@ -485,3 +486,23 @@ def test_a_slice_has_sessions_too() -> None:
         out = torch.cat([session.step(hidden[:, :3]), session.step(hidden[:, 3:])], 1)
     assert_close(out, remote[1:3](hidden))
     assert "layers 1:3" in repr(session) and "closed" in repr(session)
+
+
+def test_inputs_go_on_from_custom_positions() -> None:
+    remote, hidden = flow("llama", TWO), random(2, 3, D)
+    with remote.session(8) as session:
+        session.step(hidden, position_ids=torch.arange(10, 13).expand(2, 3))
+        assert session.inputs(ids(2, 2))["position_ids"].tolist() == [[13, 14]] * 2
+
+
+def test_a_session_does_not_pretend_to_run_in_float64() -> None:
+    with pytest.raises(UnsupportedError, match="workers' dtype"):
+        flow("llama", TWO).options(dtype="float64").session(8)
+
+
+def test_a_closed_session_takes_nothing() -> None:
+    session = flow("llama", TWO).session(8)
+    session.close()
+    for refuse in (lambda: session.rollback(0), lambda: session.reorder([0])):
+        with pytest.raises(SessionError, match="closed"):
+            refuse()
