@@ -15,7 +15,12 @@ import typer
 
 from kwflow.errors import KwargError, KwflowError, SpanError
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="A transformer's blocks as pure functions on workers, with any keyword argument.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 Model = Annotated[str, typer.Argument(help="a folder, a hub id, or smollm2-135m")]
 Join = Annotated[list[str] | None, typer.Option(help="address of a member of the swarm, /ip4/…/p2p/…; may be repeated")]
