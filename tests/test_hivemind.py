@@ -487,3 +487,24 @@ def test_a_dropped_p2pd_is_an_error_that_says_so(swarm: LocalSwarm) -> None:
 
 def test_beats_are_published() -> None:
     assert streams.BEAT_SECONDS * 3 < streams.SILENCE_SECONDS == 5.0
+
+
+def test_a_node_that_the_dht_forgot_everybody_of_asks_again():
+    """As after the only known worker was stopped for a while: hivemind drops who does not answer once."""
+
+    async def isolated_and_back() -> tuple[dict[str, object], dict[str, object]]:
+        server = await Node.start(own_session=True)
+        client = await Node.start(own_session=True, client=True, initial_peers=server.addrs)
+        try:
+            await server.store({"key": ("subkey", 1)}, 30)
+            before = await client.get(["key"])
+            table = client._dht.protocol.routing_table
+            for node in list(table.uid_to_peer_id):
+                del table[node]
+            return before, await client.get(["key"])
+        finally:
+            await client.stop()
+            await server.stop()
+
+    before, after = run(isolated_and_back(), 30)
+    assert before == after == {"key": {"subkey": 1}}

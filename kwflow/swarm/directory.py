@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -103,6 +104,7 @@ class Directory:
     def __init__(self, node: Store, model: str, layers: int, *, period: float = REFRESH_SECONDS):
         self._node, self._model, self._layers, self._period = node, model, layers, period
         self._view: tuple[WorkerRecord, ...] = ()
+        self._seen = float("-inf")  # when a read last found anybody
         self._refreshing: asyncio.Task[None] | None = None
 
     def view(self) -> tuple[WorkerRecord, ...]:
@@ -112,7 +114,12 @@ class Directory:
     async def refresh(self) -> tuple[WorkerRecord, ...]:
         """Read the directory now. Raises TimeoutError."""
         async with asyncio.timeout(READ_SECONDS):
-            self._view = await workers(self._node, self._model, self._layers)
+            found = await workers(self._node, self._model, self._layers)
+        now = time.monotonic()
+        if found or now - self._seen > TTL_SECONDS:  # nothing read may mean that nobody answered: records last longer
+            self._view = found
+        if found:
+            self._seen = now
         for record in self._view:
             self._node.learn(record.peer, record.addrs)
         return self._view

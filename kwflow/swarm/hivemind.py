@@ -7,6 +7,7 @@ event loop; messages go over binary streams with kwflow's own frames (``streams`
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
@@ -30,6 +31,7 @@ from kwflow.swarm.streams import BUFFER_BYTES, SILENCE_SECONDS, StreamChannel, a
 from kwflow.wire import LIMITS, Limits
 
 PROTOCOL = "kwflow/1"
+MAX_ASKED = 32  # nodes asked at once to get back into the DHT
 p2pd_pb2: Any = _p2pd_pb2  # its names are made at import: no checker sees them
 
 log = logging.getLogger(__name__)
@@ -96,7 +98,9 @@ class Node:
             if isinstance(error, OSError | P2PDaemonError):
                 raise KwflowError(f"cannot start p2pd: {error}") from error
             raise
-        return cls(daemon, p2p, dht, addrs, silence)
+        node = cls(daemon, p2p, dht, addrs, silence)
+        node._book.update({peer: (addr,) for peer, addr in contacts})
+        return node
 
     @property
     def alive(self) -> bool:
@@ -180,6 +184,7 @@ class Node:
 
     async def get(self, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Read the latest ``{key: {subkey: value}}`` from the DHT, without what has expired."""
+        await self._rejoin()
         found: dict[str, Any] = await self._dht.get_many(list(keys), sufficient_expiration_time=float("inf"))
         now = time.time()
         return {
@@ -191,6 +196,26 @@ class Node:
             for key, entry in found.items()
             if entry is not None and isinstance(entry.value, dict)
         }
+
+    async def _rejoin(self) -> None:
+        """Ask again everybody we know of, when the DHT has no node left to ask.
+
+        NOTE [isolation] hivemind forgets a node that does not answer once; one that was stopped for a while, and the
+        last one to be known, would never be asked again, and the directory would stay empty for good.
+        """
+        protocol = self._dht.protocol
+        if protocol.routing_table.uid_to_peer_id:
+            return
+
+        async def ask(peer: str, addrs: Iterable[Multiaddr]) -> None:
+            with contextlib.suppress(OSError, EOFError):  # OSError: TimeoutError too
+                async with asyncio.timeout(2.0):
+                    await _connect(self._daemon.control, peer, addrs)
+                    await protocol.call_ping(PeerID.from_base58(peer))
+
+        await asyncio.gather(*(ask(peer, addrs) for peer, addrs in list(self._book.items())[:MAX_ASKED]))
+        self._dht.blacklist.clear()
+        await asyncio.sleep(0.01)  # call_ping fills the table in a task of its own
 
     async def stop(self) -> None:
         """Close every stream, leave the DHT, end p2pd and remove its sockets."""
