@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
@@ -104,7 +104,7 @@ class Directory:
     def __init__(self, node: Store, model: str, layers: int, *, period: float = REFRESH_SECONDS):
         self._node, self._model, self._layers, self._period = node, model, layers, period
         self._view: tuple[WorkerRecord, ...] = ()
-        self._seen = float("-inf")  # when a read last found anybody
+        self._seen = float("-inf")  # when a read last found anything
         self._refreshing: asyncio.Task[None] | None = None
 
     def view(self) -> tuple[WorkerRecord, ...]:
@@ -114,10 +114,10 @@ class Directory:
     async def refresh(self) -> tuple[WorkerRecord, ...]:
         """Read the directory now. Raises TimeoutError."""
         async with asyncio.timeout(READ_SECONDS):
-            found = await workers(self._node, self._model, self._layers)
+            found = await self._node.get(_key(self._model, layer) for layer in range(self._layers))
         now = time.monotonic()
-        if found or now - self._seen > TTL_SECONDS:  # nothing read may mean that nobody answered: records last longer
-            self._view = found
+        if found or now - self._seen > TTL_SECONDS:  # not even a record of who is gone: perhaps nobody answered
+            self._view = _records(self._model, self._layers, found)
         if found:
             self._seen = now
         for record in self._view:
@@ -146,7 +146,10 @@ class Directory:
 
 async def workers(node: Store, model: str, layers: int) -> tuple[WorkerRecord, ...]:
     """Read who serves a model of ``layers`` layers."""
-    found = await node.get(_key(model, layer) for layer in range(layers))
+    return _records(model, layers, await node.get(_key(model, layer) for layer in range(layers)))
+
+
+def _records(model: str, layers: int, found: Mapping[str, Mapping[str, Any]]) -> tuple[WorkerRecord, ...]:
     said: dict[str, list[Any]] = {}
     for entry in found.values():
         for peer, value in entry.items():
