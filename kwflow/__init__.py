@@ -14,7 +14,7 @@ _WHERE = {
     "connect": "kwflow.connect",
     "local_swarm": "kwflow.swarm.local",
     "model_path": "kwflow.models.checkpoint",
-    "load_blocks": "kwflow.models.families",
+    "load_blocks": "kwflow.models.spans",
     "chain": "kwflow.blocks",
     "axes": "kwflow.axes",
     "Axes": "kwflow.axes",
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from kwflow.kwargs import per_layer as per_layer
     from kwflow.models.auto import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
     from kwflow.models.checkpoint import model_path as model_path
-    from kwflow.models.families import load_blocks as load_blocks
+    from kwflow.models.spans import load_blocks as load_blocks
     from kwflow.swarm.local import local_swarm as local_swarm
     from kwflow.verify import stream as stream
 

@@ -8,7 +8,7 @@ transformers here: ``kwflow.models`` builds the SpanSpecs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -34,18 +34,24 @@ class BlockFn(Protocol):
 
 
 class Prepare(Protocol):
-    """What a span's layers need besides hidden, from this call's mask, positions and past length."""
+    """What a span's layers need besides hidden, from this call's mask, positions and past length; by kind of layer."""
 
     def __call__(
-        self, hidden: Tensor, *, attention_mask: Tensor | None, position_ids: Tensor | None, past: int
-    ) -> Mapping[str, Any]: ...
+        self,
+        hidden: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past: int,
+        kinds: Collection[str],
+    ) -> Mapping[str, Mapping[str, Any]]: ...
 
 
 @dataclass(frozen=True)
 class Call:
     """What holds for one call of a span: the layers' arguments, token positions, keys and values."""
 
-    layer_args: Mapping[str, Any]
+    layer_args: Mapping[str, Mapping[str, Any]]  # by kind of layer
     token_position: Tensor | None
     cache: StepCache | None
 
@@ -60,6 +66,7 @@ class Block:
     prepare: Prepare
     schema: Schema
     cache_name: str
+    kind: str = "full_attention"  # layers of one kind share what prepare makes: full_attention, sliding_attention, …
     custom: Callable[..., Tensor] | None = None
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
@@ -91,7 +98,9 @@ class Block:
                     "prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one"
                 )
             hidden = add_prompts(hidden, prompts, call.token_position)
-        args = dict(call.layer_args) if call.cache is None else {**call.layer_args, self.cache_name: call.cache}
+        args = dict(call.layer_args[self.kind])
+        if call.cache is not None:
+            args[self.cache_name] = call.cache
         if params is self.params:
             out = self.module(hidden, **args)
         else:
@@ -163,7 +172,8 @@ def run(
     if mask is not None and mask.dim() == 2:
         mask = mask.expand(hidden.shape[0], -1)  # transformers' mask functions index rows
     with _explained("preparing", blocks[0].layer, hidden, bound):
-        prepared = blocks[0].prepare(hidden, attention_mask=mask, position_ids=positions, past=past)
+        kinds = {block.kind for block in blocks}
+        prepared = blocks[0].prepare(hidden, attention_mask=mask, position_ids=positions, past=past, kinds=kinds)
     where = token_positions(mask, past, hidden.shape[1], hidden.device)
     call = Call(prepared, where, None if kv is None else StepCache(kv, past))
     for block, own in zip(blocks, params, strict=True):

@@ -14,8 +14,9 @@ import torch
 
 from kwflow import link
 from kwflow.errors import KwargError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
-from kwflow.flow import Flow, Hop
+from kwflow.flow import Flow
 from kwflow.kwargs import Schema
+from kwflow.plan import Hop
 from kwflow.swarm.routing import Serves, plan
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message
@@ -142,12 +143,12 @@ def connect(
     ``peers``: multiaddresses of some members of the swarm. ``block_fn``: in this process only. ``timeout``: seconds
     to join the swarm. Raises ModelError, NoRoute, WorkerFailed.
     """
-    from kwflow.models.auto import ModelEnds
     from kwflow.models.checkpoint import Checkpoint
+    from kwflow.models.ends import ModelEnds
 
     ends = ModelEnds(model, dtype)
     if peers is None:
-        from kwflow.models.families import load_span
+        from kwflow.models.spans import load_span
 
         spec = load_span(model, dtype=dtype)
         if block_fn is not None:

@@ -105,7 +105,7 @@ def _run(console: Console, model: str, tokens: int) -> tuple[list[Fact], dict[st
             finally:
                 swarm = future.result()
     from kwflow.models.auto import AutoDistributedModelForCausalLM
-    from kwflow.models.families import quiet
+    from kwflow.models.spans import quiet
 
     with swarm, quiet():
         with _stage(console, "join the swarm over libp2p"):

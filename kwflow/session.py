@@ -18,8 +18,9 @@ from torch import Tensor
 from kwflow import link
 from kwflow.axes import describe
 from kwflow.errors import DeadlineError, SessionError, ShapeError, WorkerFailed
-from kwflow.flow import Flow, Hop, bind, check_hidden, check_reply, request_tree, token_ids, wait
+from kwflow.flow import Flow, check_hidden, token_ids
 from kwflow.kwargs import Bound, is_wrapped
+from kwflow.plan import Hop, bind, check_reply, request_tree, wait
 from kwflow.wire import Message
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kwflow.axes import Axed
 from kwflow.errors import KwflowError, SpanError
-from kwflow.flow import Flow, Plan
+from kwflow.flow import Flow
+from kwflow.plan import Plan
 
 NOISE_FALLS_BY = 1e4  # fp32 to fp64 lowers rounding by 2^29; a bug stays
 

@@ -13,7 +13,7 @@ import kwflow as kf
 from kwflow.blocks import LiftFloat32, chain, own_kwargs, upcast, with_block_fn
 from kwflow.errors import AxesError, BlockError, KwargError, KwflowError, ShapeError, SpanError, UnknownKwarg
 from kwflow.kv import KV, StepCache
-from kwflow.models.families import load_span
+from kwflow.models.spans import load_span
 from tests.oracle import assert_bits, assert_close, residual
 from tests.tiny import FAMILIES, HIDDEN, LAYERS, MAX_LENGTH, folder, huggingface, left_padded, make_flow, random, span
 

@@ -34,9 +34,9 @@ EXTRAS = PROJECT["optional-dependencies"]
 PARTS = {
     "words": ["errors", "axes", "tree", "link", "wire"],
     "core": ["blocks", "edits", "kv", "kwargs", "derive"],
-    "client": ["flow", "session"],
+    "client": ["plan", "flow", "session"],
     "research": ["verify", "steering", "adapters"],
-    "models": ["models", "models.families", "models.checkpoint", "models.embedded", "models.reference"],
+    "models": ["models", "models.families", "models.spans", "models.checkpoint", "models.embedded", "models.reference"],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
         *("swarm.routing", "swarm.placement", "swarm.worker", "swarm.faults"),
@@ -51,6 +51,7 @@ PARTS = {
             "demo",
             "doctor",
             "models.auto",
+            "models.ends",
             "swarm.local",
             "swarm.serve",
             "swarm.status",

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from kwflow.blocks import SpanSpec, with_block_fn
 from kwflow.connect import in_process
 from kwflow.flow import Flow
-from kwflow.models.auto import ModelEnds
-from kwflow.models.families import load_span
+from kwflow.models.ends import ModelEnds
+from kwflow.models.spans import load_span
 from kwflow.swarm.worker import Served
 
 FAMILIES = ("llama", "gpt2", "bloom")

@@ -17,7 +17,8 @@ from kwflow.edits import add_prompts, add_steer, token_positions
 from kwflow.errors import KwargError, SpanError
 from kwflow.kwargs import Bound
 from kwflow.models.checkpoint import model_path
-from kwflow.models.families import config_attention, family_of, load_span, model_name, quiet
+from kwflow.models.families import family_of
+from kwflow.models.spans import config_attention, load_span, model_name, quiet
 
 
 class Reference(Protocol):

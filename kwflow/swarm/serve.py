@@ -15,7 +15,7 @@ from typing import Any
 
 from kwflow import __version__
 from kwflow.blocks import SpanSpec, with_block_fn
-from kwflow.models.families import load_span, model_name
+from kwflow.models.spans import load_span, model_name
 from kwflow.swarm.directory import WorkerRecord, announced
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.lifetime import Parent

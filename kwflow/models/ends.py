@@ -1,0 +1,128 @@
+"""The client's own part of a model: tokenizer, embeddings, final norm and head, around a stand-in for the layers.
+
+transformers' forward and generate run unchanged: the layer list holds one stand-in, which hands hidden to whatever
+the bridge (a ContextVar) says: a flow, a session, or nothing at all (embed and head).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kwflow.errors import UnsupportedError
+from kwflow.models.checkpoint import Checkpoint
+from kwflow.models.families import family_of
+from kwflow.models.spans import model_name, quiet, read_config, resolve_dtype, skeleton, tensor_prefix
+
+Bridge = Callable[[Tensor, Mapping[str, Any]], Tensor]
+_bridge: ContextVar[Bridge] = ContextVar("kwflow_bridge")
+
+
+@contextmanager
+def bridged(bridge: Bridge) -> Iterator[None]:
+    """Within, the stand-in layer is ``bridge``."""
+    token = _bridge.set(bridge)
+    try:
+        yield
+    finally:
+        _bridge.reset(token)
+
+
+class StandIn(nn.Module):
+    """The one module in the layer list, in place of all."""
+
+    def __init__(self, tuples: bool):
+        super().__init__()
+        self.tuples = tuples
+
+    def forward(self, hidden: Tensor, *_: Any, **kwargs: Any) -> Any:
+        bridge = _bridge.get(None)
+        if bridge is None:
+            raise UnsupportedError(
+                "the layers are on the workers: call the model itself, or flow(...), not its base model"
+            )
+        out = bridge(hidden, kwargs)
+        return (out, None) if self.tuples else out
+
+
+def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None) -> Any:
+    """The family's CausalLM with a stand-in for its layers: embeddings, final norm and head are read, frozen."""
+    config, folder = read_config(model)
+    family, target = family_of(config), resolve_dtype(dtype, config)
+    layers, config.num_hidden_layers = config.num_hidden_layers, 1
+    shell = skeleton(config)
+    shell.config.num_hidden_layers = layers
+    base = getattr(shell, shell.base_model_prefix)
+    setattr(base, family.layers, nn.ModuleList([StandIn(family.tuples)]))
+    checkpoint = Checkpoint(folder)
+    bare = "" if tensor_prefix(checkpoint, shell) else f"{shell.base_model_prefix}."
+    there = set(checkpoint.names())
+    wanted = {name.removeprefix(bare): name for name in shell.state_dict()}
+    read = checkpoint.read([name for name in wanted if name in there], target)
+    shell.load_state_dict({wanted[name]: tensor for name, tensor in read.items()}, strict=False, assign=True)
+    shell.tie_weights()
+    for name, module in list(base.named_children()):
+        if any(buffer.is_meta for buffer in module.buffers()):  # made from the config, in no checkpoint: rotary
+            setattr(base, name, type(module)(config=config))
+    missing = [name for name, tensor in [*shell.named_parameters(), *shell.named_buffers()] if tensor.is_meta]
+    if missing:
+        raise UnsupportedError(f"{folder} has no tensor for {missing[0]!r} of {type(shell).__name__}")
+    return shell.requires_grad_(False).eval()
+
+
+class ModelEnds:
+    """Tokenizer, embeddings, final norm and head of a model: what a client holds. See ``kwflow.flow.Ends``."""
+
+    def __init__(
+        self, model: str | os.PathLike[str], dtype: torch.dtype | str | None = None, shell: nn.Module | None = None
+    ):
+        config, self.folder = read_config(model)
+        self.name = model_name(model)
+        self.config, self.layers, self.hidden_size = config, config.num_hidden_layers, config.hidden_size
+        self.learned = "learned" in family_of(config).positions
+        self.takes_positions = not family_of(config).positions
+        self.shell: Any = load_shell(model, dtype) if shell is None else shell
+        self._forward = type(self.shell).forward  # transformers' own, also when the class is mixed with Distributed
+        self.dtype: torch.dtype = next(self.shell.parameters()).dtype
+        self._tokenizer: Any = None
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, padding on the left."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            with quiet():
+                self._tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            if self._tokenizer.pad_token is None:
+                self._tokenizer.pad_token = self._tokenizer.eos_token
+        return self._tokenizer
+
+    def tokenize(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
+        return self.tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="left")
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        seen: list[Tensor] = []
+
+        def keep(hidden: Tensor, _: Mapping[str, Any]) -> Tensor:
+            seen.append(hidden)
+            return hidden
+
+        positions = {"position_ids": position_ids} if self.learned and position_ids is not None else {}
+        with bridged(keep):
+            self._base()(input_ids=input_ids, use_cache=False, **positions)
+        return seen[0]
+
+    def head(self, hidden: Tensor) -> Tensor:
+        with bridged(lambda _, __: hidden):
+            like = torch.zeros_like(hidden, requires_grad=False)
+            return self._forward(self.shell, inputs_embeds=like, use_cache=False).logits
+
+    def _base(self) -> Any:
+        return getattr(self.shell, self.shell.base_model_prefix)

@@ -1,0 +1,274 @@
+"""One call: routed, bound to its kwargs, cut into sub-batches, sent to the workers, joined; and its gradient.
+
+``Peers`` says where workers come from; nothing here knows libp2p or transformers. ``Plan.forward`` and ``backward``
+are the fast way for first-order autograd; ``by_spans`` gives every derivative (``kwflow.derive``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kwflow import link
+from kwflow.axes import describe, part, part_adjoint
+from kwflow.derive import Operations, Perform, remote_call
+from kwflow.errors import DeadlineError, KwargError, WorkerFailed
+from kwflow.kwargs import Bound, Schema, Span, bind_kwargs, is_wrapped
+from kwflow.wire import Message
+
+IN_FLIGHT = 8  # sub-batches on their way at once
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One worker on a route and the layers it runs for this flow."""
+
+    peer: str
+    start: int
+    stop: int
+    hello: Mapping[str, Any]
+
+    @property
+    def span(self) -> Span:
+        return self.start, self.stop
+
+    @property
+    def schema(self) -> Schema:
+        return self.hello["schema"]
+
+
+class Peers(Protocol):
+    """Where a flow's workers come from; shared by its slices."""
+
+    pool: link.Pool
+
+    async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
+        """Hops that cover ``[start, stop)``. Raises NoRoute."""
+        ...
+
+    def failed(self, error: WorkerFailed) -> None:
+        """Take note that a worker failed, so that the next route avoids it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a flow is run: never a kwarg."""
+
+    timeout: float = 300.0  # seconds for one call in all
+    batch_tokens: int = 1024  # tokens in one sub-batch: rows are cut, never columns
+    peers_blocked: tuple[str, ...] = ()
+    dtype: str | None = None  # "float64": each worker upcasts its span for the call
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call, routed and bound: which rows go through which hops with which part of the kwargs."""
+
+    peers: Peers
+    route: tuple[Hop, ...]
+    bound: Bound
+    cuts: tuple[Span, ...]
+    options: Options
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return wait(work, self.options.timeout, f"a call of layers {self.bound.start}:{self.bound.stop}")
+
+    async def send(
+        self, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """One request to one worker. ``tensors``: hidden, the kwargs', then what the operations add."""
+        meta = {"op": "run", "span": [hop.start, hop.stop]}
+        if operations:
+            meta["ops"] = list(operations)
+        if self.options.dtype:
+            meta["dtype"] = self.options.dtype
+        count = 1 + len(bound.leaves)
+        tree = request_tree(tensors[0], bound.with_tensors(tensors[1:count]), tensors[count:])
+        try:
+            reply = await self.peers.pool(hop.peer, Message(meta, tree))
+        except WorkerFailed as error:
+            error.span = error.span or hop.span
+            self.peers.failed(error)
+            raise
+        if not isinstance(reply.tree, list):
+            raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
+        return reply.tree
+
+    async def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
+        """Values, and each sub-batch's hidden before every hop; sub-batches run through the pipeline at once."""
+        turn = asyncio.Semaphore(IN_FLIGHT)
+
+        async def one(rows: Span) -> list[Tensor]:
+            async with turn:
+                seen = [tensors[0].detach()[rows[0] : rows[1]]]
+                for hop in self.route:
+                    bound, keep = self.bound.part(rows, hop.span)
+                    (out,) = await self.send(hop, bound, (), [seen[-1], *bound.tensors])
+                    seen.append(check_reply(out, seen[-1], hop))
+                return seen
+
+        runs = await all_or_first_error([one(rows) for rows in self.cuts])
+        last = [run.pop() for run in runs]
+        return (last[0] if len(last) == 1 else torch.cat(last)), runs
+
+    async def backward(
+        self, cotangent: Tensor, needed: Sequence[bool], boundaries: Sequence[Sequence[Tensor]]
+    ) -> list[Tensor | None]:
+        """Gradients of hidden and every kwarg tensor; each worker recomputes its span, asked for what is needed."""
+        turn = asyncio.Semaphore(IN_FLIGHT)
+
+        async def one(number: int) -> list[tuple[int, Tensor]]:
+            async with turn:
+                rows, gradients = self.cuts[number], []
+                back: Tensor | None = cotangent[rows[0] : rows[1]]
+                for at in reversed(range(len(self.route))):
+                    hop = self.route[at]
+                    bound, keep = self.bound.part(rows, hop.span)
+                    leaves = [i for i, index in enumerate(keep) if needed[1 + index]]
+                    upstream = needed[0] or any(self._acts_before(hop, i) for i, need in enumerate(needed[1:]) if need)
+                    wanted = ([0] if upstream else []) + [1 + i for i in leaves]
+                    if not wanted:
+                        break
+                    assert back is not None
+                    operation = {"vjp": wanted, "given": [0]}
+                    found = await self.send(hop, bound, (operation,), [boundaries[number][at], *bound.tensors, back])
+                    if len(found) != len(wanted):
+                        raise WorkerFailed(
+                            f"{len(found)} gradients for {len(wanted)} inputs", peer=hop.peer, span=hop.span
+                        )
+                    answer = dict(zip(wanted, found, strict=True))
+                    for i in leaves:
+                        grad = answer[1 + i]
+                        if grad is not None:
+                            gradients.append((1 + keep[i], self._whole(grad, keep[i], rows, hop.span)))
+                    back = answer.get(0)
+                    if back is None:
+                        break
+                if back is not None and needed[0]:
+                    whole = back.new_zeros((self.cuts[-1][1], *back.shape[1:]))
+                    whole[rows[0] : rows[1]] = back
+                    gradients.append((0, whole))
+                return gradients
+
+        found = await all_or_first_error([one(number) for number in range(len(self.cuts))])
+        totals: list[Tensor | None] = [None] * len(needed)
+        for index, grad in (pair for gradients in found for pair in gradients):
+            held = totals[index]
+            totals[index] = grad if held is None else held + grad
+        return totals
+
+    def _acts_before(self, hop: Hop, leaf: int) -> bool:
+        """Whether a kwarg acts on layers before this hop, so that the cotangent must go on."""
+        group = self.bound.leaves[leaf].group
+        return (group if isinstance(group, int) else self.bound.start) < hop.start
+
+    def _whole(self, grad: Tensor, index: int, rows: Span, span: Span) -> Tensor:
+        """Carry the gradient of a part back to the shape of the whole kwarg."""
+        whole = self.bound.axed(index)
+        of_rows = part(whole, "batch", *rows)
+        grad = part_adjoint(grad, of_rows, "layer", span[0] - self.bound.start, span[1] - self.bound.start)
+        return part_adjoint(grad, whole, "batch", *rows)
+
+    def by_spans(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The same values with every derivative: one Function per worker span, ordinary torch ops around it."""
+        outs = []
+        for rows in self.cuts:
+            hidden = tensors[0] if len(self.cuts) == 1 else tensors[0][rows[0] : rows[1]]
+            for hop in self.route:
+                bound, keep = self.bound.with_tensors(tensors[1:]).part(rows, hop.span)
+                hidden = remote_call(self._perform(hop, bound), [hidden, *bound.tensors])
+            outs.append(hidden)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _perform(self, hop: Hop, bound: Bound) -> Perform:
+        def perform(operations: Operations, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+            return self.run(self.send(hop, bound, operations, [t.detach() for t in tensors]))
+
+        return perform
+
+
+class PlanCall(torch.autograd.Function):
+    """A whole call as one Function: plain first-order autograd, pipelined over sub-batches both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> Tensor:
+        out, boundaries = plan.run(plan.forward(tensors))
+        ctx.plan, ctx.boundaries = plan, boundaries  # a cache that backward reads and never consumes
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
+        (cotangent,) = grad_outputs
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        if cotangent is None:
+            return (None, *(None for _ in tensors))
+        if not torch.is_grad_enabled():
+            return (None, *ctx.plan.run(ctx.plan.backward(cotangent, needed, ctx.boundaries)))
+        wanted = [i for i, need in enumerate(needed) if need]
+        # views: one tensor given twice, or a kwarg made from hidden, must get its own part of the gradient and no more
+        own = [t.view_as(t) for t in tensors]
+        out = ctx.plan.by_spans(own)
+        found = torch.autograd.grad(out, [own[i] for i in wanted], cotangent, create_graph=True, allow_unused=True)
+        grads = dict(zip(wanted, found, strict=True))
+        return (None, *(grads.get(i) for i in range(len(tensors))))
+
+
+def bind(route: Sequence[Hop], span: Span, kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Bound:
+    """Bind a call's kwargs to what its route takes, and look at the values that have limits."""
+    bound = bind_kwargs([(hop.span, hop.schema) for hop in route], span, kwargs, sizes)
+    for leaf, tensor in zip(bound.leaves, bound.tensors, strict=True):
+        if leaf.what != "attention_mask" or is_wrapped(tensor):
+            continue
+        if len(leaf.axes) == 2 and not bool(((tensor == 0) | (tensor == 1)).all()):
+            raise KwargError(f"attention_mask {describe(tensor)} 'batch key' holds other numbers than 0 and 1")
+        if len(leaf.axes) == 4 and any(other.what.startswith("prompts") for other in bound.leaves):
+            raise KwargError("prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one")
+    return bound
+
+
+def request_tree(hidden: Tensor, bound: Bound, given: Sequence[Tensor] = ()) -> dict[str, Any]:
+    """What a request carries: hidden, kwargs, and the cotangents and tangents that its operations are given."""
+    tree: dict[str, Any] = {"hidden": hidden}
+    if bound.groups:
+        tree["kwargs"] = bound.to_tree()
+    if given:
+        tree["given"] = list(given)
+    return tree
+
+
+def check_reply(out: Tensor | None, hidden: Tensor, hop: Hop) -> Tensor:
+    """A reply must be what was asked for: the hidden's shape and dtype."""
+    if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
+        got = describe(out) if isinstance(out, Tensor) else type(out).__name__
+        raise WorkerFailed(f"answered {got} for a hidden {describe(hidden)}", peer=hop.peer, span=hop.span)
+    return out
+
+
+def wait(work: Coroutine[Any, Any, Any], timeout: float, what: str) -> Any:
+    """Run on the network thread and wait here. Raises DeadlineError."""
+    try:
+        return link.run(work, timeout)
+    except TimeoutError as error:
+        raise DeadlineError(f"{what} did not end in {timeout:g} s (flow.options(timeout=…))") from error
+
+
+async def all_or_first_error(work: Sequence[Awaitable[Any]]) -> list[Any]:
+    """Results in order; the first error cancels the rest and is raised as itself."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
