@@ -19,10 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from kwflow import tree as trees
 from kwflow.axes import Axed, Axes
+from kwflow.bound import Bound
 from kwflow.edits import add_prompts, add_steer, token_positions
 from kwflow.errors import AxesError, BlockError, CallerError, KwargError, UnknownKwarg
 from kwflow.kv import KV, StepCache
-from kwflow.kwargs import SCALARS, Bound, PerLayer, Schema, Spec, bind_kwargs
+from kwflow.kwargs import PerLayer, bind_kwargs
+from kwflow.schema import SCALARS, Schema, Spec
 
 Params = Mapping[str, Tensor]
 
@@ -166,7 +168,7 @@ def run(
 
     In a session ``past`` columns stand before these, ``attention_mask`` covers them all, and ``kv`` holds their keys.
     """
-    given = bound.group("call")
+    given = bound.call()
     mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
     mask = attention_mask if mask is None else mask
     if mask is not None and mask.dim() == 2:

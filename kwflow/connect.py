@@ -15,8 +15,8 @@ import torch
 from kwflow import link
 from kwflow.errors import KwargError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
 from kwflow.flow import Flow
-from kwflow.kwargs import Schema
 from kwflow.plan import Hop
+from kwflow.schema import Schema
 from kwflow.swarm.routing import Serves, plan
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message

@@ -1,33 +1,251 @@
-"""How the built-in kwargs act on a block's input and output. Pure functions; no network, no transformers.
+"""Edits of activations: add, put, scale, project_out at a point of a layer; and how steer and prompts act.
 
-    prompts   added at the layer's input, at token positions 0..prefix       (Petals' deep prompts; Liu et al. 2021)
-    steer     added to the layer's output, the residual stream               (activation addition; Turner et al. 2023)
+    flow(**x, edit=[kf.add(v, layers=12, at="prompt[-1]", scale=2.0), kf.put(clean, layers=8, at=[3])])
 
-A kwarg is cast to the hidden's dtype where it acts, so its gradient comes back in the caller's dtype.
+``steer={12: v}`` is short for ``add`` at every column's ``resid`` (activation addition; Turner et al. 2023);
+``prompts`` are added at a layer's input, at token positions 0..prefix (deep prompts; Liu et al. 2021). A kwarg is cast
+to the hidden's dtype where it acts, so its gradient comes back in the caller's dtype. Pure functions; no network.
 """
 
-# B batch, S seq (columns of this call), P prefix, D hidden
+# B batch, S seq (columns of this call), P prefix or pos, D hidden, H head
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kwflow.axes import Axed, spread
-from kwflow.kwargs import Schema, Spec
+from kwflow.axes import Axed, bind, check_sizes, describe, spread
+from kwflow.errors import KwargError, ShapeError, SpanError, did_you_mean
+from kwflow.positions import Columns, select, token_position
 
-STEER = Spec(forms=(("[layer] [batch] [seq] hidden", ("float",)),), bare=False, by_layer=True)
-PROMPTS = Spec(forms=(("layer batch prefix hidden", ("float",)),))
-ATTENTION_MASK = Spec(forms=(("batch key", ("int", "bool")), ("batch head seq key", ("bool", "float"))), group="call")
-POSITION_IDS = Spec(forms=(("batch seq", ("int",)),), group="call")
-
-EVERYWHERE = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER}
+POINTS = ("embed", "resid_pre", "attn", "mlp", "head", "resid")
+KINDS = ("add", "put", "scale", "project_out")
 
 
-def schema(sizes: dict[str, int], *, positions: bool, refused: dict[str, str]) -> Schema:
-    """The built-in kwargs of a family; ``positions``: its blocks take position_ids."""
-    kwargs = {**EVERYWHERE, "position_ids": POSITION_IDS} if positions else dict(EVERYWHERE)
-    return Schema(kwargs, sizes, refused)
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """One edit; made by :func:`add`, :func:`put`, :func:`scale` or :func:`project_out`."""
+
+    kind: str
+    values: Mapping[tuple[int, ...], Any]  # for some layers, a tensor, its axes or a number
+    point: str
+    at: Any
+    strength: Any
+    heads: tuple[int, ...] | None
+
+    def __repr__(self) -> str:
+        layers = ", ".join(str(layer) for layers in self.values for layer in layers)
+        return f"kf.{self.kind}(layers=[{layers}], point={self.point!r}, at={self.at!r:.60})"
+
+
+Where = "int | Iterable[int] | None"
+
+
+def add(
+    value: Any, layers: Any = None, *, point: str = "resid", at: Any = "all", scale: Any = 1.0, heads: Any = None
+) -> Edit:
+    """Add ``scale * value`` to activations.
+
+    ``value``: (hidden,), or axes any of "[batch] [pos] hidden" (kf.axes where the rank leaves it open), at the point
+    ``head`` "[batch] [pos] head head_dim"; or {layer: value}. ``layers``: absolute numbers. ``at``: see
+    ``kwflow.positions``. Differentiable with respect to value and scale.
+    """
+    return _edit("add", value, layers, point, at, scale, heads)
+
+
+def put(value: Any, layers: Any = None, *, point: str = "resid", at: Any = "all", heads: Any = None) -> Edit:
+    """Replace activations by ``value`` (activation patching; Meng et al. 2022). Arguments as :func:`add`'s."""
+    return _edit("put", value, layers, point, at, 1.0, heads)
+
+
+def scale(factor: Any, layers: Any = None, *, point: str = "resid", at: Any = "all", heads: Any = None) -> Edit:
+    """Multiply activations by ``factor``: a number, or a tensor with axes any of "[batch] [pos]" (and "head" there)."""
+    return _edit("scale", factor, layers, point, at, 1.0, heads)
+
+
+def project_out(
+    direction: Any, layers: Any = None, *, point: str = "resid", at: Any = "all", scale: Any = 1.0, heads: Any = None
+) -> Edit:
+    """Remove ``scale`` of the component along ``direction`` (directional ablation; Arditi et al. 2024)."""
+    return _edit("project_out", direction, layers, point, at, scale, heads)
+
+
+def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any, heads: Any) -> Edit:
+    what = f"kf.{kind}"
+    if point not in POINTS:
+        raise KwargError(f"{what}: no point {point!r}; points are {', '.join(POINTS)}.{did_you_mean(point, POINTS)}")
+    if point == "embed":
+        if layers not in (None, 0):
+            raise SpanError(f"{what}: the point 'embed' is the input of layer 0, got layers={layers!r}")
+        layers = 0
+    if heads is not None and point != "head":
+        raise KwargError(f"{what}: heads={heads!r} belong to point='head', not to {point!r}")
+    if isinstance(value, Mapping):
+        if layers is not None:
+            raise KwargError(f"{what}: give {{layer: value}} or layers=, not both")
+        values = {_numbers(layer, "layers", what): own for layer, own in value.items()}
+    elif layers is None:
+        raise KwargError(f"{what}: say where: layers=12, layers=range(10, 20), or {{layer: value}}")
+    else:
+        values = {_numbers(layers, "layers", what): value}
+    return Edit(kind, values, point, at, strength, None if heads is None else _numbers(heads, "heads", what))
+
+
+def _numbers(given: Any, name: str, what: str) -> tuple[int, ...]:
+    try:
+        numbers = [operator.index(i) for i in (given if isinstance(given, Iterable) else [given])]
+    except TypeError:
+        raise KwargError(f"{what}: {name}={given!r:.60}; give a number or several") from None
+    if not numbers or len(set(numbers)) != len(numbers):
+        raise KwargError(f"{what}: {name}={given!r:.60}: give at least one, each once")
+    return tuple(numbers)
+
+
+# ---- from what a caller gives to what a block gets ---------------------------------------------------------------
+
+
+def lower(given: Any, span: tuple[int, int], columns: Columns) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
+    """The entries of ``edit=``, each with its layers: positions are looked up here, where all columns are known.
+
+    Entries that select nothing in this step are left out. Raises KwargError, SpanError, ShapeError, SessionError.
+    """
+    edits = given if isinstance(given, Sequence) else [given]
+    lowered = []
+    for number, edit in enumerate(edits):
+        what = f"edit[{number}]"
+        if not isinstance(edit, Edit):
+            raise KwargError(
+                f"{what} is a {type(edit).__name__}; make edits with kf.add, kf.put, kf.scale, kf.project_out"
+            )
+        index = select(edit.at, columns, what=f"{what}, kf.{edit.kind}")
+        for layers, value in edit.values.items():
+            if outside := [layer for layer in layers if not span[0] <= layer < span[1]]:
+                raise SpanError(f"{what} names layer {outside[0]}; this flow has layers {span[0]}:{span[1]} (absolute)")
+            entry: dict[str, Any] = {"kind": edit.kind, "point": edit.point, "value": value}
+            entry["strength"] = float(edit.strength) if isinstance(edit.strength, int) else edit.strength
+            if isinstance(value, int) and not isinstance(value, bool):
+                entry["value"] = float(value)
+            if edit.heads is not None:
+                entry["heads"] = list(edit.heads)
+            if index is not None:
+                entry["at"] = Axed(index, ("batch", "seq"))
+            elif _has_pos(value):
+                entry["at"] = Axed(columns.position_BS, ("batch", "seq"))
+            if index is None or not columns.session or bool((index >= 0).any()):
+                lowered.append((layers, entry))
+    return lowered
+
+
+def _has_pos(value: Any) -> bool:
+    return "pos" in value.axes if isinstance(value, Axed) else isinstance(value, Tensor) and value.dim() >= 2
+
+
+def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str) -> dict[str, Any]:
+    """One entry with axes on its tensors. Raises KwargError, AxesError or ShapeError; also on a worker, of a peer's."""
+    if not isinstance(entry, dict) or entry.get("kind") not in KINDS or entry.get("point") not in points:
+        said = entry.get("point") if isinstance(entry, dict) else entry
+        raise KwargError(f"{what}: no point {said!r:.40} in these blocks; they have {', '.join(points)}")
+    if unknown := set(entry) - {"kind", "point", "value", "strength", "at", "heads"}:
+        raise KwargError(f"{what} carries {sorted(unknown)[0]!r:.40}, which no edit has")
+    point, heads = entry["point"], entry.get("heads")
+    what = f"{what}, kf.{entry['kind']}"
+    if heads is not None and not (
+        isinstance(heads, list) and all(type(h) is int and 0 <= h < sizes["head"] for h in heads)
+    ):
+        raise KwargError(f"{what}: heads={heads!r:.60}; these layers have heads 0:{sizes['head']}")
+    known = {**sizes, "head": len(heads) if heads else sizes["head"]}
+    known.pop("head_dim", None)  # of what comes before the output projection: other families' keys have another
+    free: dict[str, int] = {}
+    bound = dict(entry)
+    if (at := entry.get("at")) is not None:
+        if not isinstance(at, Axed) or at.axes != ("batch", "seq") or at.tensor.dtype != torch.long:
+            raise KwargError(f"{what}: at is a tensor of int64, 'batch seq', on the wire")
+        check_sizes(at, known, {}, what=f"{what}, at")
+    bound["value"] = _bound(entry["value"], _forms(entry["kind"], point), known, free, f"{what}, value")
+    bound["strength"] = _bound(entry["strength"], ("[batch]",), known, free, f"{what}, scale")
+    if isinstance(bound["value"], Axed) and "pos" in bound["value"].axes:
+        given, reached = bound["value"].size("pos"), int(at.tensor.max()) + 1 if isinstance(at, Axed) else 0
+        if given is None or reached > given or at is None:
+            raise ShapeError(f"{what}: value has pos = {given}, and {reached} positions are selected")
+    return bound
+
+
+def _forms(kind: str, point: str) -> tuple[str, ...]:
+    if kind == "scale":
+        return ("[batch] [pos] [head]",) if point == "head" else ("[batch] [pos]",)
+    return ("[batch] [pos] head head_dim",) if point == "head" else ("[batch] [pos] hidden",)
+
+
+def _bound(value: Any, forms: Sequence[str], sizes: Mapping[str, int], free: dict[str, int], what: str) -> Any:
+    if isinstance(value, float) and forms[0].split()[-1] not in ("hidden", "head_dim"):
+        return value
+    if not isinstance(value, Tensor | Axed):
+        raise KwargError(f"{what} is {value!r:.60}; it takes a tensor with axes {' | '.join(map(repr, forms))}")
+    leaf = bind(value, forms, what=what)
+    if not leaf.tensor.is_floating_point():
+        raise KwargError(f"{what} is {describe(leaf.tensor)}; it takes float tensors")
+    check_sizes(leaf, sizes, free, what=what)
+    return leaf
+
+
+# ---- how they act ------------------------------------------------------------------------------------------------
+
+
+def apply(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
+    """Edit an activation (batch, seq, features); at the point ``head`` its features are ``heads`` side by side."""
+    at, chosen = entry.get("at"), entry.get("heads")
+    by_head = entry["point"] == "head"
+    x = activation.unflatten(-1, (heads, -1)) if by_head else activation
+    inner = ("head", "head_dim") if by_head else ("hidden",)
+    index = None if at is None else at.tensor.to(x.device)
+    value = _over(entry["value"], ("batch", "seq", *inner), index, x, chosen)
+    strength = _over(entry["strength"], ("batch", "seq", *inner), index, x, None)
+    kind = entry["kind"]
+    if kind == "add":
+        changed = x + (value if _is_one(strength) else strength * value)
+    elif kind == "put":
+        changed = value.expand(x.shape) if isinstance(value, Tensor) else value
+    elif kind == "scale":
+        changed = x * value
+    else:
+        along = (x * value).sum(-1, keepdim=True) / (value * value).sum(-1, keepdim=True)
+        changed = x - strength * along * value
+    keep = None if index is None else (index < 0).view(*index.shape, *[1] * (x.dim() - 2))
+    if chosen is not None:
+        others = torch.ones(heads, dtype=torch.bool, device=x.device)
+        others[chosen] = False
+        keep = others[:, None] if keep is None else keep | others[:, None]
+    out = changed if keep is None else torch.where(keep, x, changed)
+    return out.flatten(-2) if by_head else out
+
+
+def _is_one(strength: Any) -> bool:
+    return isinstance(strength, float) and strength == 1.0
+
+
+def _over(value: Any, order: tuple[str, ...], index: Tensor | None, x: Tensor, heads: Sequence[int] | None) -> Any:
+    """A value as a tensor that broadcasts over ``x``; ``pos`` is laid out over the columns that ``index`` selects."""
+    if not isinstance(value, Axed):
+        return value
+    leaf = Axed(value.tensor.to(x.device, x.dtype), value.axes)
+    if heads is not None and "head" in leaf.axes:
+        dim, count = leaf.axes.index("head"), x.shape[2]
+        shape = [*leaf.tensor.shape[:dim], count, *leaf.tensor.shape[dim + 1 :]]
+        whole = leaf.tensor.new_zeros(shape).index_copy(dim, torch.tensor(heads, device=x.device), leaf.tensor)
+        leaf = Axed(whole, leaf.axes)
+    if "pos" not in leaf.axes:
+        return spread(leaf, order)
+    assert index is not None
+    rest = [axis for axis in order if axis not in ("batch", "seq")]
+    wide = spread(leaf, ("batch", "pos", *rest))  # (batch or 1, pos, …)
+    rows = max(len(wide), len(index))
+    chosen = index.clamp(min=0).expand(rows, -1).view(rows, -1, *[1] * len(rest)).expand(-1, -1, *wide.shape[2:])
+    return torch.gather(wide.expand(rows, *wide.shape[1:]), 1, chosen)
 
 
 def add_steer(hidden_BSD: Tensor, steer: Axed) -> Tensor:
@@ -53,8 +271,4 @@ def token_positions(attention_mask: Tensor | None, past: int, seq: int, device: 
     """(batch, seq) token positions of this call's columns, -1 at pads; None when a 4-D mask leaves them unsaid."""
     if attention_mask is None:
         return torch.arange(past, past + seq, device=device)[None]
-    if attention_mask.dim() != 2:
-        return None
-    counted = attention_mask.long()
-    positions = torch.where(counted.bool(), counted.cumsum(-1) - 1, -1)
-    return positions[:, positions.shape[1] - seq :]
+    return token_position(attention_mask, seq) if attention_mask.dim() == 2 else None

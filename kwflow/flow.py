@@ -21,9 +21,10 @@ from torch.autograd import forward_ad
 
 from kwflow import link
 from kwflow.axes import describe
+from kwflow.bound import Span, is_wrapped
 from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
-from kwflow.kwargs import Span, Spec, is_wrapped
 from kwflow.plan import Options, Peers, Plan, PlanCall, bind, wait
+from kwflow.schema import Spec
 
 
 class Ends(Protocol):

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from kwflow import link
 from kwflow.axes import describe, part, part_adjoint
+from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.derive import Operations, Perform, remote_call
 from kwflow.errors import DeadlineError, KwargError, WorkerFailed
-from kwflow.kwargs import Bound, Schema, Span, bind_kwargs, is_wrapped
+from kwflow.kwargs import bind_kwargs
+from kwflow.schema import Schema
 from kwflow.wire import Message
 
 IN_FLIGHT = 8  # sub-batches on their way at once
@@ -167,8 +169,7 @@ class Plan:
 
     def _acts_before(self, hop: Hop, leaf: int) -> bool:
         """Whether a kwarg acts on layers before this hop, so that the cotangent must go on."""
-        group = self.bound.leaves[leaf].group
-        return (group if isinstance(group, int) else self.bound.start) < hop.start
+        return self.bound.first_layer(leaf) < hop.start
 
     def _whole(self, grad: Tensor, index: int, rows: Span, span: Span) -> Tensor:
         """Carry the gradient of a part back to the shape of the whole kwarg."""
@@ -239,7 +240,7 @@ def bind(route: Sequence[Hop], span: Span, kwargs: Mapping[str, Any], sizes: Map
 def request_tree(hidden: Tensor, bound: Bound, given: Sequence[Tensor] = ()) -> dict[str, Any]:
     """What a request carries: hidden, kwargs, and the cotangents and tangents that its operations are given."""
     tree: dict[str, Any] = {"hidden": hidden}
-    if bound.groups:
+    if bound.sections:
         tree["kwargs"] = bound.to_tree()
     if given:
         tree["given"] = list(given)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from kwflow import link
 from kwflow.axes import describe
+from kwflow.bound import Bound, is_wrapped
 from kwflow.errors import DeadlineError, SessionError, ShapeError, WorkerFailed
 from kwflow.flow import Flow, check_hidden, token_ids
-from kwflow.kwargs import Bound, is_wrapped
 from kwflow.plan import Hop, bind, check_reply, request_tree, wait
 from kwflow.wire import Message
 
@@ -180,12 +180,12 @@ class Session:
             return bound.joined(sent.without("position_ids")), remembered, None  # what a worker takes them for anyway
         if positions is not None:
             before = torch.arange(start).expand(batch, start) if self._positions is None else self._positions
-            positions = torch.cat([before, called.group("call")["position_ids"].tensor.expand(batch, seq)], 1)
+            positions = torch.cat([before, called.call()["position_ids"].tensor.expand(batch, seq)], 1)
         return bound.joined(sent), remembered, positions
 
     def _columns_of_mask(self, called: Bound, batch: int, start: int, stop: int) -> tuple[Tensor | None, Bound]:
         """What to remember of the mask, and the call's kwargs with only this step's columns of it."""
-        axed = called.group("call").get("attention_mask")
+        axed = called.call().get("attention_mask")
         if axed is not None and len(axed.axes) == 4:
             self._four_d = start if self._four_d is None else self._four_d
             return self._mask, called

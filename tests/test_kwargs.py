@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import kwflow as kf
 from kwflow import tree
-from kwflow.edits import schema
+from kwflow.schema import Schema, Spec, schema
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg
-from kwflow.kwargs import Bound, Schema, Spec, bind_kwargs, check_bound
+from kwflow.bound import Bound
+from kwflow.kwargs import bind_kwargs, check_bound
 from kwflow.wire import Message, dumps, loads
 from tests.oracle import assert_bits
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from kwflow.blocks import precision, run, upcast
+from kwflow.bound import Bound
 from kwflow.edits import add_prompts, add_steer, token_positions
 from kwflow.errors import KwargError, SpanError
-from kwflow.kwargs import Bound
 from kwflow.models.checkpoint import model_path
 from kwflow.models.families import family_of
 from kwflow.models.spans import config_attention, load_span, model_name, quiet
@@ -67,7 +67,7 @@ class HuggingFace:
         layers = getattr(base, self.family.layers)
         if bound.stop > len(layers):
             raise SpanError(f"{self.name} has {len(layers)} layers, the flow asks for {bound.start}:{bound.stop}")
-        call = {name: leaf.tensor for name, leaf in bound.group("call").items()}
+        call = {name: leaf.tensor for name, leaf in bound.call().items()}
         if (mask := call.get("attention_mask")) is not None and mask.dim() == 2:
             call["attention_mask"] = mask.expand(hidden.shape[0], -1)
         where = token_positions(call.get("attention_mask"), 0, hidden.shape[1], hidden.device)

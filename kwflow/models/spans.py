@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from kwflow.blocks import Block, SpanSpec
-from kwflow.edits import schema
 from kwflow.errors import ModelError, SpanError, UnsupportedError
 from kwflow.models.checkpoint import Checkpoint, layer_hash, model_path
 from kwflow.models.families import cache_argument, family_of, model_sizes
+from kwflow.schema import schema
 
 
 def read_config(model: str | os.PathLike[str]) -> tuple[Any, str]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from kwflow import __version__
 from kwflow.axes import describe
 from kwflow.blocks import SpanSpec, precision, run, upcast
+from kwflow.bound import Bound
 from kwflow.derive import evaluate
 from kwflow.errors import (
     BlockError,
@@ -39,7 +40,7 @@ from kwflow.errors import (
     to_wire,
 )
 from kwflow.kv import KV
-from kwflow.kwargs import Bound, check_bound
+from kwflow.kwargs import check_bound
 from kwflow.wire import PROTOCOL, Message
 
 FEATURES = ("hello", "run", "vjp", "jvp", "vmap", "nested", "float64", "step", "reorder", "rollback")
@@ -374,7 +375,7 @@ def _read(tree: Any, span: tuple[int, int]) -> tuple[Tensor, Bound, list[Tensor]
     given = tree.get("given", [])
     if not isinstance(given, list) or not all(isinstance(t, Tensor) for t in given):
         raise KwargError("what a request's operations are given is a list of tensors")
-    return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", {})), given
+    return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", [])), given
 
 
 def _reorders(said: Any, batch: int) -> list[tuple[int, list[int]]]:

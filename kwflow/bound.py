@@ -1,0 +1,188 @@
+"""A call's kwargs once they are checked: flat tensors, the axes of each, and the structure around them.
+
+    Bound --part(rows, span)--> a worker's Bound on the wire --for_layer--> one block's kwargs
+
+Flat, so that autograd sees plain tensors and the wire plain JSON. No torch.nn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow import tree as trees
+from kwflow.axes import Axed, describe, part, pick_layer, repeat_rows
+from kwflow.errors import KwargError
+
+Span = tuple[int, int]
+Layers = str | tuple[int, ...]  # "call": once per call; "layers": shared by the layers; numbers: those layers' own
+JOINED = frozenset({"edit"})  # a layer takes all that is given for it, in order; of other kwargs the last one
+
+
+@dataclass(frozen=True)
+class Section:
+    """Kwargs that go to the same layers: the skeleton of ``{name: tree}``."""
+
+    layers: Layers
+    skeleton: Any
+
+    def within(self, span: Span) -> Section | None:
+        """The same for the layers of ``span``; None when there are none."""
+        if isinstance(self.layers, str):
+            return self
+        layers = tuple(layer for layer in self.layers if span[0] <= layer < span[1])
+        return replace(self, layers=layers) if layers else None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Where a tensor of a Bound belongs: its axes, the number of its section, its name for messages."""
+
+    axes: tuple[str, ...]
+    section: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Checked kwargs of layers ``[start, stop)``; ``tensors`` are those of the sections, in order."""
+
+    start: int
+    stop: int
+    sections: tuple[Section, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, span: Span, sections: Sequence[tuple[Layers, dict[str, Any]]]) -> Bound:
+        """Flatten ``(layers, {name: tree})`` pairs whose tensors all have axes. Raises KwargError for other trees."""
+        made, leaves, tensors = list[Section](), list[Leaf](), list[Tensor]()
+        for layers, kwargs in sections:
+            for name, value in kwargs.items():
+                found, _ = trees.flatten(value)
+                if not all(isinstance(leaf, Axed) for leaf in found):
+                    raise KwargError(f"kwarg {name!r:.40} has a tensor without axes")
+                what = name_in(name, layers)
+                leaves += [Leaf(leaf.axes, len(made), what) for leaf in found if isinstance(leaf, Axed)]
+            mine, skeleton = trees.flatten(kwargs)
+            tensors += [leaf.tensor for leaf in mine if isinstance(leaf, Axed)]
+            made.append(Section(layers, skeleton))
+        return cls(*span, tuple(made), tuple(leaves), tuple(tensors))
+
+    def axed(self, index: int) -> Axed:
+        return Axed(self.tensors[index], self.leaves[index].axes)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Bound:
+        return replace(self, tensors=tuple(tensors))
+
+    def part(self, rows: Span | None, span: Span) -> tuple[Bound, list[int]]:
+        """The part for some rows and layers, and which of the leaves it has."""
+        within = [section.within(span) for section in self.sections]
+        numbers = [number for number, section in enumerate(within) if section is not None]
+        keep = [i for i, leaf in enumerate(self.leaves) if leaf.section in numbers]
+        leaves = tuple(replace(self.leaves[i], section=numbers.index(self.leaves[i].section)) for i in keep)
+        sections = tuple(section for section in within if section is not None)
+        tensors = tuple(self.cut(self.tensors[i], i, rows, span) for i in keep)
+        return Bound(*span, sections, leaves, tensors), keep
+
+    def cut(self, tensor: Tensor, index: int, rows: Span | None, span: Span) -> Tensor:
+        """Cut one tensor as :meth:`part` does."""
+        leaf = Axed(tensor, self.leaves[index].axes)
+        if rows is not None:
+            leaf = part(leaf, "batch", *rows)
+        return part(leaf, "layer", span[0] - self.start, span[1] - self.start).tensor
+
+    def first_layer(self, index: int) -> int:
+        """The first layer that a tensor acts on."""
+        layers = self.sections[self.leaves[index].section].layers
+        return self.start if isinstance(layers, str) else min(layers)
+
+    def section(self, number: int, layer: int | None = None) -> dict[str, Any]:
+        """One section's kwargs as ``{name: tree}``, each tensor with its axes; ``layer`` picks that layer's part."""
+        mine = [self.axed(i) for i, leaf in enumerate(self.leaves) if leaf.section == number]
+        if layer is not None:
+            mine = [pick_layer(leaf, layer - self.start) for leaf in mine]
+        return trees.unflatten(mine, self.sections[number].skeleton)
+
+    def call(self) -> dict[str, Any]:
+        """What holds for the whole call: ``{name: Axed}``."""
+        found = [self.section(i) for i, section in enumerate(self.sections) if section.layers == "call"]
+        return {name: value for kwargs in found for name, value in kwargs.items()}
+
+    def for_layer(self, layer: int) -> dict[str, Any]:
+        """The kwargs of one block."""
+        found: dict[str, Any] = {}
+        for number, section in enumerate(self.sections):
+            if section.layers != "layers" and (isinstance(section.layers, str) or layer not in section.layers):
+                continue
+            for name, value in self.section(number, layer).items():
+                found[name] = [*found.get(name, ()), *value] if name in JOINED else value
+        return found
+
+    def repeat_rows(self, repeats: int) -> Bound:
+        """Each row ``repeats`` times: what beams do to kwargs, on ``batch`` axes only."""
+        return self.with_tensors([repeat_rows(self.axed(i), repeats).tensor for i in range(len(self.tensors))])
+
+    def joined(self, other: Bound) -> Bound:
+        """Together with kwargs of other sections."""
+        theirs = tuple(replace(leaf, section=leaf.section + len(self.sections)) for leaf in other.leaves)
+        sections = self.sections + other.sections
+        return Bound(self.start, self.stop, sections, self.leaves + theirs, self.tensors + other.tensors)
+
+    def without(self, name: str) -> Bound:
+        """The same without one kwarg of the call."""
+        if name not in self.call():
+            return self
+        kept = [(section.layers, self.section(number)) for number, section in enumerate(self.sections)]
+        for layers, kwargs in kept:
+            if layers == "call":
+                kwargs.pop(name, None)
+        return Bound.of((self.start, self.stop), [(layers, kwargs) for layers, kwargs in kept if kwargs])
+
+    def describe(self) -> str:
+        """``steer[12]: float32(576,), prompts: …`` for error messages."""
+        return ", ".join(f"{leaf.what}: {describe(t)}" for leaf, t in zip(self.leaves, self.tensors, strict=True))
+
+    def to_tree(self) -> list[list[Any]]:
+        """As it goes over the wire: ``[[layers, {name: tree}], …]``, each tensor with its axes."""
+        return [
+            [section.layers if isinstance(section.layers, str) else list(section.layers), self.section(number)]
+            for number, section in enumerate(self.sections)
+        ]
+
+    @classmethod
+    def from_tree(cls, span: Span, said: Any) -> Bound:
+        """Rebuild what a peer sent. Raises KwargError for what :meth:`to_tree` cannot have made."""
+        pairs = said if isinstance(said, list) else [said]
+        if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], dict) for pair in pairs):
+            raise KwargError(f"a request's kwargs are [[layers, {{name: value}}], …], got {said!r:.80}")
+        return cls.of(span, [(_read_layers(layers), _read_names(kwargs)) for layers, kwargs in pairs])
+
+
+def _read_layers(said: Any) -> Layers:
+    if said in ("call", "layers"):
+        return said
+    if not (isinstance(said, list) and said and all(type(layer) is int for layer in said)):
+        raise KwargError(f"a request's kwargs belong to the call, its layers or some layers, not to {said!r:.40}")
+    return tuple(said)
+
+
+def _read_names(kwargs: dict[Any, Any]) -> dict[str, Any]:
+    for name in kwargs:
+        if type(name) is not str:
+            raise KwargError(f"a request's kwarg is named {name!r:.40}")
+    return kwargs
+
+
+def name_in(name: str, layers: Layers) -> str:
+    """``steer[12]``: a kwarg and whose it is, for messages."""
+    return name if isinstance(layers, str) else f"{name}[{', '.join(map(str, layers))}]"
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a torch.func transform holds this tensor, so that its values cannot be looked at."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]

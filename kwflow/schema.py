@@ -1,0 +1,77 @@
+"""What blocks take: a Spec for each kwarg, a Schema for a span. Workers announce theirs in ``hello``. Words only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+SCALARS: dict[str, type | tuple[type, ...]] = {"float": (float, int), "int": int, "bool": bool, "str": str}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one kwarg may be: signatures with the kinds of dtype each takes, or scalars, or a free tree."""
+
+    forms: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    scalars: tuple[str, ...] = ()
+    tree: bool = False  # nested; its tensors are declared by the caller with kf.axes
+    bare: bool = True  # a tensor without declared axes is taken when its rank says which form it is
+    by_layer: bool = False  # {layer: value} is taken
+    required: bool = False
+    points: tuple[str, ...] = ()  # it is a list of edits at these points (``kwflow.edits``)
+    group: str = "layers"
+
+    @property
+    def signatures(self) -> tuple[str, ...]:
+        return tuple(signature for signature, _ in self.forms)
+
+    def says(self) -> str:
+        """What the kwarg takes, for an error message."""
+        if self.points:
+            return "a list of kf.add, kf.put, kf.scale, kf.project_out"
+        forms = [repr(signature) for signature in self.signatures] + list(self.scalars)
+        return " | ".join(forms) or "a tree whose tensors are declared with kf.axes"
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The kwargs that a span's blocks take, the model's sizes, and names refused with the reason."""
+
+    kwargs: Mapping[str, Spec]
+    sizes: Mapping[str, int]
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        kwargs = {
+            name: {**vars(spec), "forms": [[s, list(k)] for s, k in spec.forms]} for name, spec in self.kwargs.items()
+        }
+        return {"kwargs": kwargs, "sizes": dict(self.sizes), "refused": dict(self.refused)}
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Schema:
+        known = Spec.__dataclass_fields__  # a newer worker may say more; what is not known here is left out
+        kwargs = {}
+        for name, spec in said["kwargs"].items():
+            spec = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in spec.items() if key in known
+            }
+            forms = tuple((signature, tuple(kinds)) for signature, kinds in spec.pop("forms", ()))
+            kwargs[name] = replace(Spec(forms=forms), **spec)
+        return cls(kwargs, said["sizes"], said["refused"])
+
+
+# ---- the built-in kwargs -----------------------------------------------------------------------------------------
+
+STEER = Spec(forms=(("[layer] [batch] [seq] hidden", ("float",)),), bare=False, by_layer=True)
+PROMPTS = Spec(forms=(("layer batch prefix hidden", ("float",)),))
+ATTENTION_MASK = Spec(forms=(("batch key", ("int", "bool")), ("batch head seq key", ("bool", "float"))), group="call")
+POSITION_IDS = Spec(forms=(("batch seq", ("int",)),), group="call")
+
+
+def schema(sizes: dict[str, int], *, positions: bool, refused: dict[str, str], points: tuple[str, ...] = ()) -> Schema:
+    """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits act."""
+    kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, "edit": Spec(points=points)}
+    if positions:
+        kwargs["position_ids"] = POSITION_IDS
+    return Schema(kwargs, sizes, refused)
