@@ -18,7 +18,7 @@ from kwflow.flow import Flow
 from kwflow.kwargs import PerLayer
 from kwflow.models.checkpoint import model_path
 from kwflow.models.ends import ModelEnds, bridged
-from kwflow.models.families import cache_argument
+from kwflow.models.prepare import cache_argument
 from kwflow.models.spans import model_name
 from kwflow.plan import Options
 from kwflow.session import Session
