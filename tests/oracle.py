@@ -42,9 +42,13 @@ def assert_bits(ours: Tensor, expected: Tensor, what: str = "") -> None:
         raise AssertionError(f"{what}: not the same bits, gap {gap:.3g}")
 
 
+LAYER_LISTS = ("layers", "h", "blocks", "decoder.layers")  # of every family's base model, one
+
+
 def layers_of(model: nn.Module) -> nn.ModuleList:
     base: Any = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
-    return base.layers if hasattr(base, "layers") else base.h
+    modules = dict(base.named_modules())
+    return next(modules[path] for path in LAYER_LISTS if path in modules)
 
 
 def with_prompts(hidden_BSD: Tensor, prompts: Tensor, mask_BS: Tensor | None) -> Tensor:
@@ -113,7 +117,8 @@ def residual(
         call[cache_name(base)] = cache
     try:
         # use_cache: without one, transformers reads position_ids that jump as packed sequences
-        base(inputs_embeds=torch.zeros_like(hidden, requires_grad=False), use_cache=True, **call)
+        width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+        base(inputs_embeds=torch.zeros(*hidden.shape[:2], width, dtype=hidden.dtype), use_cache=True, **call)
     finally:
         base.__dict__.pop("build_alibi_tensor", None)
         for hook in hooks:

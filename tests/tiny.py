@@ -25,33 +25,11 @@ from kwflow.flow import Flow
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span
 from kwflow.swarm.worker import Served
+from tests.configs import CONFIGS, HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_LENGTH, VOCAB, config
 
-FAMILIES = ("llama", "gpt2", "bloom")
-LAYERS, HEADS, KV_HEADS, HIDDEN, VOCAB, MAX_LENGTH = 4, 4, 2, 32, 64, 64
+FAMILIES = ("llama", "gpt2", "bloom")  # tested in depth; every family: tests/test_every_family.py
 ONE, TWO, THREE, EACH = (4,), (2, 4), (1, 3, 4), (1, 2, 3, 4)  # where workers' spans end
 WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(VOCAB - 2))]
-
-
-def config(family: str) -> Any:
-    """A config of the family; no bos or eos, so that generate runs to its end."""
-    import transformers
-
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    if family == "llama":
-        return transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            max_position_embeddings=MAX_LENGTH,
-            **ends,
-        )
-    if family == "gpt2":
-        sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": MAX_LENGTH}
-        return transformers.GPT2Config(vocab_size=VOCAB, **sizes, **ends)
-    return transformers.BloomConfig(vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=LAYERS, n_head=HEADS, **ends)
 
 
 @functools.cache
@@ -67,7 +45,7 @@ def folder(family: str, dtype: torch.dtype = torch.float32) -> Path:
     from transformers import AutoModelForCausalLM
 
     where = _root() / f"{family}-{str(dtype).removeprefix('torch.')}"
-    made = torch.Generator().manual_seed(FAMILIES.index(family))
+    made = torch.Generator().manual_seed(list(CONFIGS).index(family))
     model = AutoModelForCausalLM.from_config(config(family))
     with torch.no_grad():
         for name, tensor in model.named_parameters():

@@ -145,6 +145,7 @@ class Distributed:
         own, given = self._take_kwargs(kwargs, _EXTRAS | _generate_names(type(self)))
         self._refuse(own, given)
         cache_name = cache_argument(super().forward)  # type: ignore[misc]
+        given["use_cache"] = True  # whatever the config says (mpt's: no): the session is the cache
         mine: Session | None = None
         if given.get(cache_name) is None and given.get("past_key_values") is None:
             config = given.get("generation_config") or self.generation_config  # type: ignore[attr-defined]

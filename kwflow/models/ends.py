@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kwflow.errors import UnsupportedError
 from kwflow.models.checkpoint import Checkpoint
-from kwflow.models.families import family_of, replace_layers
+from kwflow.models.families import blank_inputs, family_of, replace_layers
 from kwflow.models.spans import model_name, quiet, read_config, resolve_dtype, skeleton
 from kwflow.models.weights import Sources, fill_buffers
 
@@ -115,8 +115,8 @@ class ModelEnds:
 
     def head(self, hidden: Tensor) -> Tensor:
         with bridged(lambda _, __: hidden):
-            like = torch.zeros_like(hidden, requires_grad=False)
-            return self._forward(self.shell, inputs_embeds=like, use_cache=False).logits
+            blank = blank_inputs(self.shell, hidden)
+            return self._forward(self.shell, inputs_embeds=blank, use_cache=False).logits
 
     def _base(self) -> Any:
         return getattr(self.shell, self.shell.base_model_prefix)

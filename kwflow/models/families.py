@@ -105,6 +105,7 @@ _OPT = Family(layers="decoder.layers", mlp="fc2", out="self_attn.out_proj", posi
 FAMILIES: dict[str, Family] = {
     "bloom": _BLOOM,
     "cohere": Family(),
+    "deepseek_v3": Family(kv=latent_kv),
     "falcon": _FALCON,
     "gemma": Family(),
     "gemma2": Family(),
@@ -198,3 +199,9 @@ def replace_layers(base: nn.Module, family: Family, modules: Sequence[nn.Module]
     """Put other modules in the layers' place."""
     owner, _, name = family.layers.rpartition(".")
     setattr(base.get_submodule(owner), name, nn.ModuleList(modules))
+
+
+def blank_inputs(model: Any, hidden: Tensor) -> Tensor:
+    """inputs_embeds for a model whose layers get ``hidden`` from elsewhere: as wide as its embedding (opt's differs)."""
+    width = model.get_input_embeddings().weight.shape[1]
+    return torch.zeros(*hidden.shape[:-1], width, dtype=hidden.dtype, device=hidden.device)
