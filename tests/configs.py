@@ -26,6 +26,12 @@ _MIXED = {
 }
 _GEMMA = {**_LLAMA, "head_dim": 8, "query_pre_attn_scalar": 16}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 _ROTATES_HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _LONG = {
@@ -43,12 +49,9 @@ _LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
     "num_key_value_heads": HEADS,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
     "n_group": 2,
     "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 24,
+    **_ROUTED,
 }
 
 # name -> the config's class and what differs from its defaults; the order gives the random weights their seeds
@@ -114,6 +117,46 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt_oss": ("GptOssConfig", {**_LLAMA, **_EXPERTS, **_MIXED, "head_dim": 16, "rope_parameters": _YARN}),
     "deepseek_v3": ("DeepseekV3Config", {**_PLAIN, **_LATENT, "intermediate_size": 48}),
+    # further ones
+    "apertus": ("ApertusConfig", _LLAMA),
+    "arcee": ("ArceeConfig", _LLAMA),
+    "biogpt": ("BioGptConfig", {**_PLAIN, "intermediate_size": 48}),
+    "bitnet": ("BitNetConfig", _LLAMA),
+    "codegen": ("CodeGenConfig", {**_GPT2, "rotary_dim": 4}),
+    "cohere2": ("Cohere2Config", {**_LLAMA, **_MIXED, "logit_scale": 0.5}),
+    "deepseek_v2": ("DeepseekV2Config", {**_PLAIN, **_LATENT, "intermediate_size": 48}),
+    "diffllama": ("DiffLlamaConfig", _LLAMA),
+    "dots1": ("Dots1Config", {**_LLAMA, **_ROUTED}),
+    "ernie4_5": ("Ernie4_5Config", _LLAMA),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {**_LLAMA, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 1},
+    ),
+    "exaone4": ("Exaone4Config", {**_LLAMA, **_MIXED}),
+    "flex_olmo": ("FlexOlmoConfig", {**_LLAMA, **_EXPERTS}),
+    "glm": ("GlmConfig", {**_LLAMA, "head_dim": 8, "rope_parameters": _ROTATES_HALF}),
+    "glm4_moe": ("Glm4MoeConfig", {**_LLAMA, **_ROUTED, "head_dim": 8}),
+    "gpt_bigcode": ("GPTBigCodeConfig", _GPT2),
+    "granitemoe": ("GraniteMoeConfig", {**_LLAMA, **_EXPERTS, "residual_multiplier": 0.7, "logits_scaling": 3.0}),
+    "helium": ("HeliumConfig", {**_LLAMA, "head_dim": 8}),
+    "hunyuan_v1_dense": ("HunYuanDenseV1Config", {**_LLAMA, "head_dim": 8}),
+    "minimax_m2": ("MiniMaxM2Config", {**_LLAMA, **_EXPERTS, "head_dim": 8}),
+    "ministral": ("MinistralConfig", {**_LLAMA, **_MIXED, "head_dim": 8}),
+    "ministral3": ("Ministral3Config", {**_LLAMA, "head_dim": 8}),
+    "nanochat": ("NanoChatConfig", _LLAMA),
+    "nemotron": ("NemotronConfig", {**_LLAMA, "head_dim": 8}),
+    "olmo": ("OlmoConfig", {**_LLAMA, "clip_qkv": 0.5}),
+    "olmo3": ("Olmo3Config", {**_LLAMA, **_MIXED}),
+    "olmoe": ("OlmoeConfig", {**_LLAMA, **_EXPERTS}),
+    "persimmon": ("PersimmonConfig", {**_PLAIN, "intermediate_size": 48}),
+    "phimoe": ("PhimoeConfig", {**_LLAMA, **_EXPERTS}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**_LLAMA, **_EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24},
+    ),
+    "seed_oss": ("SeedOssConfig", {**_LLAMA, "head_dim": 8}),
+    "vaultgemma": ("VaultGemmaConfig", {**_GEMMA, **_MIXED}),
+    "xglm": ("XGLMConfig", {"d_model": HIDDEN, "num_layers": LAYERS, "attention_heads": HEADS, "ffn_dim": 48}),
 }
 
 

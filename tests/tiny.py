@@ -8,6 +8,7 @@ Every size that could be mistaken for another is the same: 4 layers, 4 heads; te
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import shutil
 import tempfile
@@ -78,12 +79,20 @@ def huggingface(family: str, dtype: torch.dtype = torch.float32, stored: torch.d
 
 @functools.cache
 def derivable(family: str) -> nn.Module:
-    """The reference in float64; bloom's gelu in plain torch ops, since torch.func cannot take its autograd.Function."""
-    model = huggingface(family, torch.float64)
+    """The reference in float64 and in plain torch ops: torch.func cannot take bloom's gelu, grouped experts, or a
+    longrope that writes down what it chose."""
+    model: Any = copy.deepcopy(huggingface(family, torch.float64))
+    model.config._experts_implementation = "batched_mm"
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()  # deepseek's router is float32 in every dtype
+    base = getattr(model, model.base_model_prefix)
+    if "longrope" in str(getattr(getattr(base, "rotary_emb", None), "rope_type", "")):
+        kept = copy.deepcopy(base.rotary_emb)
+        base.rotary_emb.forward = lambda *args, **kwargs: copy.deepcopy(kept)(*args, **kwargs)
     if family == "bloom":
         from transformers.models.bloom import modeling_bloom
 
-        for layer in model.transformer.h:  # type: ignore[union-attr]
+        for layer in model.transformer.h:
             layer.mlp.gelu_impl.forward = modeling_bloom.bloom_gelu_forward
     return model
 

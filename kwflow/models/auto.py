@@ -255,7 +255,7 @@ def _generate_names(cls: type) -> frozenset[str]:
 
 # what transformers' forwards read from their **kwargs
 _EXTRAS = frozenset(
-    {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "num_items_in_batch"}
+    {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "use_cache", "num_items_in_batch"}
 )
 _NOT_HERE = {
     "assistant_model": "assisted decoding is not supported yet",

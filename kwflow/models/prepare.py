@@ -76,7 +76,8 @@ class Passes(nn.Module):
 class Fresh(nn.Module):
     """A rotary embedding that forgets.
 
-    NOTE [dynamic rope] transformers' dynamic type keeps the longest length it has seen: a function keeps nothing.
+    NOTE [dynamic rope] transformers' dynamic type keeps the longest length it has seen, and longrope writes its choice
+    into a buffer, which torch.func forbids: a function keeps nothing.
     """
 
     def __init__(self, rotary: nn.Module):
@@ -106,7 +107,7 @@ def recorder(config: Any, base: nn.Module, family: Family, kinds: Sequence[str])
                 continue
             if any(True for _ in child.parameters()):
                 setattr(owner, name, Passes())
-            elif "dynamic" in str(getattr(child, "rope_type", "")):
+            elif any(kind in str(getattr(child, "rope_type", "")) for kind in ("dynamic", "longrope")):
                 setattr(owner, name, Fresh(child))
     cache_name, takes = cache_argument(base.forward), inspect.signature(base.forward).parameters
 

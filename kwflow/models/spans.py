@@ -15,6 +15,7 @@ from kwflow.blocks import Block, SpanSpec
 from kwflow.edits import schema
 from kwflow.errors import ModelError, SpanError
 from kwflow.models.checkpoint import Checkpoint, layer_hash, model_path
+from kwflow.models.experts import derivable_experts
 from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes
 from kwflow.models.prepare import cache_argument, recorder
 from kwflow.models.weights import Sources, fill_buffers
@@ -111,6 +112,7 @@ def load_span(
             raise ModelError(f"{folder} has no tensor for {lacking[0]!r} of layer {number}")
         layer.load_state_dict(own, assign=True)
         family.mend(layer)
+        derivable_experts(layer)
         layer.requires_grad_(False).eval()
         params = dict(layer.named_parameters())
         blocks.append(Block(number, layer, params, prepare, taken, cache_argument(layer.forward), kinds[number]))

@@ -30,7 +30,7 @@ class Sources:
             rename_source_key,
         )
 
-        self.model, self.checkpoint = model, checkpoint
+        self.model, self.checkpoint, self.dtype = model, checkpoint, dtype
         self._meta = model.state_dict()
         kept = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
         self._float32 = re.compile("|".join(kept)) if kept else None
@@ -63,7 +63,9 @@ class Sources:
         return made, raw
 
     def _dtype(self, target: str) -> torch.dtype:
-        """As from_pretrained: the skeleton's, and float32 for what transformers keeps in it."""
+        """As from_pretrained: the skeleton's, and float32 for what transformers keeps in it; float64 is throughout."""
+        if self.dtype is torch.float64 and self._meta[target].is_floating_point():
+            return torch.float64
         return torch.float32 if self._float32 and self._float32.search(target) else self._meta[target].dtype
 
     def _convert(
