@@ -20,6 +20,10 @@ _WHERE = {
     "Axes": "kwflow.axes",
     "per_layer": "kwflow.kwargs",
     "stream": "kwflow.verify",
+    "add": "kwflow.edits",
+    "put": "kwflow.edits",
+    "scale": "kwflow.edits",
+    "project_out": "kwflow.edits",
     "AutoDistributedModelForCausalLM": "kwflow.models.auto",
 }
 _MODULES = ("errors", "verify")
@@ -28,6 +32,7 @@ __all__ = [
     "AutoDistributedModelForCausalLM",
     "Axes",
     "__version__",
+    "add",
     "axes",
     "chain",
     "connect",
@@ -36,6 +41,9 @@ __all__ = [
     "local_swarm",
     "model_path",
     "per_layer",
+    "project_out",
+    "put",
+    "scale",
     "stream",
     "verify",
 ]
@@ -47,6 +55,10 @@ if TYPE_CHECKING:
     from kwflow.axes import axes as axes
     from kwflow.blocks import chain as chain
     from kwflow.connect import connect as connect
+    from kwflow.edits import add as add
+    from kwflow.edits import project_out as project_out
+    from kwflow.edits import put as put
+    from kwflow.edits import scale as scale
     from kwflow.kwargs import per_layer as per_layer
     from kwflow.models.auto import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
     from kwflow.models.checkpoint import model_path as model_path

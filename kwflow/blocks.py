@@ -20,10 +20,11 @@ from torch.overrides import TorchFunctionMode
 from kwflow import tree as trees
 from kwflow.axes import Axed, Axes
 from kwflow.bound import Bound
-from kwflow.edits import add_prompts, add_steer, token_positions
+from kwflow.edits import add_prompts, add_steer, apply, token_positions
 from kwflow.errors import AxesError, BlockError, CallerError, KwargError, UnknownKwarg
 from kwflow.kv import KV, StepCache
 from kwflow.kwargs import PerLayer, bind_kwargs
+from kwflow.points import Act, acting
 from kwflow.schema import SCALARS, Schema, Spec
 
 Params = Mapping[str, Tensor]
@@ -77,7 +78,8 @@ class Block:
         own = {}
         for name, value in kwargs.items():
             spec = self.schema.kwargs.get(name)
-            own[name] = PerLayer({self.layer: value}, None) if spec and spec.group == "layers" else value
+            shared = spec and spec.group == "layers" and not spec.points
+            own[name] = PerLayer({self.layer: value}, None) if shared else value
         sizes = {"batch": hidden.shape[0], "seq": hidden.shape[1], "key": hidden.shape[1]}
         return run([self], [params], hidden, bind_kwargs([(span, self.schema)], span, own, sizes))
 
@@ -100,15 +102,38 @@ class Block:
                     "prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one"
                 )
             hidden = add_prompts(hidden, prompts, call.token_position)
+        edits = self._edits(kwargs.get("edit", ()), hidden.shape)
+        for point in ("embed", "resid_pre"):
+            hidden = edits.pop(point)(hidden) if point in edits else hidden
+        last = edits.pop("resid", None)
         args = dict(call.layer_args[self.kind])
         if call.cache is not None:
             args[self.cache_name] = call.cache
-        if params is self.params:
-            out = self.module(hidden, **args)
-        else:
-            out = torch.func.functional_call(self.module, dict(params), (hidden,), args, strict=True)
+        with acting(edits, self.layer) if edits else nullcontext():
+            if params is self.params:
+                out = self.module(hidden, **args)
+            else:
+                out = torch.func.functional_call(self.module, dict(params), (hidden,), args, strict=True)
         out = out[0] if isinstance(out, tuple) else out
-        return out if steer is None else add_steer(out, steer)
+        out = out if steer is None else add_steer(out, steer)
+        return out if last is None else last(out)
+
+    def _edits(self, entries: Sequence[Mapping[str, Any]], shape: torch.Size) -> dict[str, Act]:
+        """What to do at each point: its edits in order."""
+        heads = self.schema.sizes["head"]
+
+        def act(point: str) -> Act:
+            mine = [entry for entry in entries if entry["point"] == point]
+
+            def edited(activation: Tensor) -> Tensor:
+                out = activation.reshape(*shape[:2], activation.shape[-1])  # opt flattens rows before its feed-forward
+                for entry in mine:
+                    out = apply(out, entry, heads)
+                return out.reshape(activation.shape)
+
+            return edited
+
+        return {point: act(point) for point in {entry["point"] for entry in entries}}
 
 
 @dataclass(frozen=True)
@@ -124,11 +149,11 @@ class BoundBlock:
         return self._block.layer
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
-        unknown = set(kwargs) - {"prompts", "steer"}
+        unknown = set(kwargs) - {"prompts", "steer", "edit"}
         if unknown:
-            raise UnknownKwarg(f"the normal block takes prompts and steer, got {', '.join(sorted(unknown))}")
+            raise UnknownKwarg(f"the normal block takes prompts, steer and edit, got {', '.join(sorted(unknown))}")
         declared = {"prompts": ("batch", "prefix", "hidden"), "steer": ("hidden",)}
-        given = {k: v if isinstance(v, Axed) else Axed(v, declared[k]) for k, v in kwargs.items() if v is not None}
+        given = {k: Axed(v, declared[k]) if isinstance(v, Tensor) else v for k, v in kwargs.items() if v is not None}
         return self._block._normal(params, hidden, self._call, given)
 
 

@@ -43,9 +43,6 @@ class Edit:
         return f"kf.{self.kind}(layers=[{layers}], point={self.point!r}, at={self.at!r:.60})"
 
 
-Where = "int | Iterable[int] | None"
-
-
 def add(
     value: Any, layers: Any = None, *, point: str = "resid", at: Any = "all", scale: Any = 1.0, heads: Any = None
 ) -> Edit:
@@ -134,15 +131,24 @@ def lower(given: Any, span: tuple[int, int], columns: Columns) -> list[tuple[tup
                 entry["heads"] = list(edit.heads)
             if index is not None:
                 entry["at"] = Axed(index, ("batch", "seq"))
-            elif _has_pos(value):
+            elif _positions_of(value) is not None:
                 entry["at"] = Axed(columns.position_BS, ("batch", "seq"))
+            if not columns.session and (given := _positions_of(value)) is not None:
+                reached = int((columns.position_BS if index is None else index).max()) + 1
+                if given != reached:
+                    raise ShapeError(
+                        f"{what}, kf.{edit.kind}: value has pos = {given}, at= selects {reached} positions"
+                    )
             if index is None or not columns.session or bool((index >= 0).any()):
                 lowered.append((layers, entry))
     return lowered
 
 
-def _has_pos(value: Any) -> bool:
-    return "pos" in value.axes if isinstance(value, Axed) else isinstance(value, Tensor) and value.dim() >= 2
+def _positions_of(value: Any) -> int | None:
+    """How many positions a value has; None: the same for all. A bare tensor of rank 3 is "batch pos hidden"."""
+    if isinstance(value, Axed):
+        return value.size("pos")
+    return value.shape[1] if isinstance(value, Tensor) and value.dim() == 3 else None
 
 
 def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str) -> dict[str, Any]:
@@ -209,7 +215,7 @@ def apply(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
     if kind == "add":
         changed = x + (value if _is_one(strength) else strength * value)
     elif kind == "put":
-        changed = value.expand(x.shape) if isinstance(value, Tensor) else value
+        changed = value.expand(x.shape).clone()  # a model may go on in place
     elif kind == "scale":
         changed = x * value
     else:

@@ -20,6 +20,7 @@ from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.derive import Operations, Perform, remote_call
 from kwflow.errors import DeadlineError, KwargError, WorkerFailed
 from kwflow.kwargs import bind_kwargs
+from kwflow.positions import Columns
 from kwflow.schema import Schema
 from kwflow.wire import Message
 
@@ -224,9 +225,15 @@ class PlanCall(torch.autograd.Function):
         return (None, *(grads.get(i) for i in range(len(tensors))))
 
 
-def bind(route: Sequence[Hop], span: Span, kwargs: Mapping[str, Any], sizes: Mapping[str, int]) -> Bound:
+def bind(
+    route: Sequence[Hop],
+    span: Span,
+    kwargs: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    columns: Columns | None = None,
+) -> Bound:
     """Bind a call's kwargs to what its route takes, and look at the values that have limits."""
-    bound = bind_kwargs([(hop.span, hop.schema) for hop in route], span, kwargs, sizes)
+    bound = bind_kwargs([(hop.span, hop.schema) for hop in route], span, kwargs, sizes, columns)
     for leaf, tensor in zip(bound.leaves, bound.tensors, strict=True):
         if leaf.what != "attention_mask" or is_wrapped(tensor):
             continue

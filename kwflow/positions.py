@@ -26,7 +26,6 @@ from torch import Tensor
 from kwflow.axes import Axed, describe
 from kwflow.errors import KwargError, SessionError, ShapeError
 
-At = "str | int | Sequence[int] | Tensor | Axed"
 _FORMS = "'all', 'prompt', 'generated', 'prompt[-1]', 'prompt[2:5]', a list of positions, or a tensor"
 _PROMPT = re.compile(r"prompt\[\s*(-?\d+)\s*\]|prompt\[\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]")
 
@@ -49,6 +48,11 @@ class Columns:
             return cls(position_BS, torch.ones(seq, dtype=torch.bool), None, counted=False)
         position_BS = token_position(attention_mask, seq)
         return cls(position_BS, torch.ones(seq, dtype=torch.bool), position_BS.max(1).values + 1)
+
+
+def from_the_end(at: Any) -> bool:
+    """Whether ``at`` is counted from the prompt's end, so that the whole prompt must be known."""
+    return isinstance(at, str) and "-" in at
 
 
 def token_position(attention_mask: Tensor | None, seq: int) -> Tensor:

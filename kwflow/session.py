@@ -21,6 +21,7 @@ from kwflow.bound import Bound, is_wrapped
 from kwflow.errors import DeadlineError, SessionError, ShapeError, WorkerFailed
 from kwflow.flow import Flow, check_hidden, token_ids
 from kwflow.plan import Hop, bind, check_reply, request_tree, wait
+from kwflow.positions import Columns, from_the_end, token_position
 from kwflow.wire import Message
 
 
@@ -43,6 +44,8 @@ class Session:
         self.closed = False
         self._mask: Tensor | None = None  # (batch, position) bool
         self._positions: Tensor | None = None  # (batch, position) of every column, once some were given
+        self._prompt_columns = 0  # of the columns, how many were said to be of the prompt
+        self._end_was: str | None = None  # an at= that was counted from the prompt's end as it was known then
         self._four_d: int | None = None  # the column where the first 4-D mask came
         self._reorders: list[tuple[int, list[int]]] = []  # not yet on every worker
         self._reorder_count = 0
@@ -52,23 +55,40 @@ class Session:
         self._turn = threading.Lock()
         self._freed = weakref.finalize(self, _free, self._channels)
 
-    def step(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+    def step(
+        self, hidden: Tensor, *, phase: str | None = None, prompt_length: int | Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
         """Append ``hidden`` (batch, seq, hidden) to the session and return the layers' output for it.
 
-        kwargs as in a call. ``attention_mask`` covers all columns so far, these included. An interrupted step did not
-        happen: take it again.
+        kwargs as in a call. ``attention_mask`` covers all columns so far, these included. ``phase``: "prompt" or
+        "generated", for edits whose ``at=`` names one; ``prompt_length``: tokens of the whole prompt, or of each row's
+        (batch,), where it comes in several steps. An interrupted step did not happen: take it again.
         """
-        return self._step(hidden, kwargs, repeats=1)
+        if phase not in (None, "prompt", "generated"):
+            raise SessionError(f"phase is {phase!r}; a step is of the 'prompt' or 'generated'")
+        prompt = {None: None, "prompt": self.position + hidden.shape[1], "generated": self._prompt_columns}[phase]
+        return self._step(hidden, kwargs, repeats=1, prompt=prompt, prompt_length=prompt_length)
 
-    def _step(self, hidden: Tensor, kwargs: Mapping[str, Any], *, repeats: int) -> Tensor:
-        """``repeats``: the rows are that many copies of each row that the kwargs were given for (beams)."""
+    def _step(
+        self,
+        hidden: Tensor,
+        kwargs: Mapping[str, Any],
+        *,
+        repeats: int,
+        prompt: int | None = None,
+        prompt_length: int | Tensor | None = None,
+    ) -> Tensor:
+        """``repeats``: the rows are that many copies of each row that the kwargs were given for (beams).
+
+        ``prompt``: how many of the session's columns are of the prompt; None: nobody said.
+        """
         with self._turn:
             self._ready(hidden)
             timeout = self.flow._options.timeout
             if not self._route:
                 blocked = self.flow._options.peers_blocked
                 self._route = wait(self.flow.peers.route(*self.flow.span, blocked), timeout, "a step")
-            bound, mask, positions = self._bind(hidden, kwargs, repeats)
+            bound, mask, positions = self._bind(hidden, kwargs, repeats, prompt, prompt_length)
             if hidden.numel() == 0:
                 return hidden.clone()
             self._settle(timeout)
@@ -82,6 +102,7 @@ class Session:
             self.batch = hidden.shape[0]
             self._mask = mask
             self._positions = positions
+            self._prompt_columns = self._prompt_columns if prompt is None else prompt
             self._reorders.clear()
             return out
 
@@ -158,30 +179,71 @@ class Session:
             )
 
     def _bind(
-        self, hidden: Tensor, kwargs: Mapping[str, Any], repeats: int
+        self,
+        hidden: Tensor,
+        kwargs: Mapping[str, Any],
+        repeats: int,
+        prompt: int | None,
+        prompt_length: int | Tensor | None,
     ) -> tuple[Bound, Tensor | None, Tensor | None]:
         """The step's kwargs for the wire, and the mask and positions to remember when it succeeds."""
         batch, seq, _ = hidden.shape
         start, stop = self.position, self.position + seq
         given = dict(kwargs)
         control = {name: given.pop(name, None) for name in ("attention_mask", "position_ids")}
-        bound = bind(self._route, self.flow.span, given, {"batch": batch // repeats, "seq": seq, "key": stop})
-        bound = bound.repeat_rows(repeats)
         mask, positions = control["attention_mask"], control["position_ids"]
         if positions is None and self._positions is not None:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
         sizes = {"batch": batch, "seq": seq, "key": stop}
         called = bind(self._route, self.flow.span, {"attention_mask": mask, "position_ids": positions}, sizes)
+        remembered, sent = self._columns_of_mask(called, batch, start, stop)
+        columns = self._columns(remembered, start, stop, repeats, prompt, prompt_length)
+        if prompt is not None:
+            self._check_end(given.get("edit"), start, prompt, prompt_length)
+        bound = bind(self._route, self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
+        bound = bound.repeat_rows(repeats)
         tensors = (hidden, *bound.tensors, *called.tensors)
         if any(is_wrapped(t) for t in tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
             raise SessionError("a session is not differentiable: use flow(...) for gradients, or torch.no_grad()")
-        remembered, sent = self._columns_of_mask(called, batch, start, stop)
         if positions is not None and self._positions is None and _are_columns(positions, start):
             return bound.joined(sent.without("position_ids")), remembered, None  # what a worker takes them for anyway
         if positions is not None:
             before = torch.arange(start).expand(batch, start) if self._positions is None else self._positions
             positions = torch.cat([before, called.call()["position_ids"].tensor.expand(batch, seq)], 1)
         return bound.joined(sent), remembered, positions
+
+    def _columns(
+        self,
+        mask: Tensor | None,
+        start: int,
+        stop: int,
+        repeats: int,
+        prompt: int | None,
+        prompt_length: int | Tensor | None,
+    ) -> Columns:
+        """This step's columns in token positions, one row for each that kwargs are given for."""
+        numbers = torch.arange(start, stop)
+        mask = None if mask is None else mask[::repeats]
+        position = numbers[None] if mask is None else token_position(mask, stop - start)
+        tokens = None
+        if prompt_length is not None:
+            tokens = torch.as_tensor(prompt_length).reshape(-1)
+        elif prompt is not None and prompt <= stop:
+            tokens = torch.full((1,), prompt) if mask is None else mask[:, :prompt].sum(1)
+        is_prompt = None if prompt is None else numbers < prompt
+        return Columns(position, is_prompt, tokens, session=True, counted=self._four_d is None)
+
+    def _check_end(self, edits: Any, start: int, prompt: int, prompt_length: Any) -> None:
+        """Refuse a prompt that goes on after something was counted from its end."""
+        if self._end_was is not None and prompt > start > 0:
+            raise SessionError(
+                f"the prompt goes on after at={self._end_was!r} was counted from its end: give prompt_length= at each "
+                f"step of a prompt that comes in several"
+            )
+        edits = edits if isinstance(edits, Sequence) else [edits]
+        ends = [edit.at for edit in edits if from_the_end(getattr(edit, "at", None))]
+        if ends and prompt > start and prompt_length is None:
+            self._end_was = ends[0]
 
     def _columns_of_mask(self, called: Bound, batch: int, start: int, stop: int) -> tuple[Tensor | None, Bound]:
         """What to remember of the mask, and the call's kwargs with only this step's columns of it."""

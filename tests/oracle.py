@@ -8,7 +8,7 @@ Nothing of kwflow computes here: prompts and steer are written again, row by row
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,9 +42,13 @@ def assert_bits(ours: Tensor, expected: Tensor, what: str = "") -> None:
         raise AssertionError(f"{what}: not the same bits, gap {gap:.3g}")
 
 
+LAYER_LISTS = ("layers", "h", "blocks", "decoder.layers")  # of every family's base model, one
+
+
 def layers_of(model: nn.Module) -> nn.ModuleList:
     base: Any = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
-    return base.layers if hasattr(base, "layers") else base.h
+    modules = dict(base.named_modules())
+    return next(modules[path] for path in LAYER_LISTS if path in modules)
 
 
 def with_prompts(hidden_BSD: Tensor, prompts: Tensor, mask_BS: Tensor | None) -> Tensor:
@@ -69,11 +73,13 @@ def residual(
     prompts: Mapping[int, Tensor] | None = None,
     gain: Mapping[int, Tensor] | None = None,
     cache: Any = None,
+    extra: Sequence[tuple[nn.Module, str, Any]] = (),
     **call: Any,
 ) -> Tensor:
     """The residual before the final norm, by the model's own forward on a hidden given to its first layer.
 
     ``steer``: added after the layer, broadcasts to (batch, seq, hidden). ``gain``: what all of this adds is multiplied.
+    ``extra``: hooks ("pre" or "post") on any of its modules.
     """
     base: Any = getattr(model, model.base_model_prefix)  # type: ignore[arg-type]
     layers, seen, hooks, entered = layers_of(model), [], [], {}
@@ -108,12 +114,16 @@ def residual(
 
     for number, layer in enumerate(layers):
         hooks.append(layer.register_forward_pre_hook(before(number)))
+    for module, when, hook in extra:
+        hooks.append(module.register_forward_pre_hook(hook) if when == "pre" else module.register_forward_hook(hook))
+    for number, layer in enumerate(layers):
         hooks.append(layer.register_forward_hook(after(number)))
     if cache is not None:
         call[cache_name(base)] = cache
     try:
         # use_cache: without one, transformers reads position_ids that jump as packed sequences
-        base(inputs_embeds=torch.zeros_like(hidden, requires_grad=False), use_cache=True, **call)
+        width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]
+        base(inputs_embeds=torch.zeros(*hidden.shape[:2], width, dtype=hidden.dtype), use_cache=True, **call)
     finally:
         base.__dict__.pop("build_alibi_tensor", None)
         for hook in hooks:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import kwflow as kf
 from kwflow import tree
-from kwflow.schema import Schema, Spec, schema
-from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg
 from kwflow.bound import Bound
+from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg
 from kwflow.kwargs import bind_kwargs, check_bound
+from kwflow.schema import Schema, Spec, schema
 from kwflow.wire import Message, dumps, loads
 from tests.oracle import assert_bits
 

@@ -8,6 +8,7 @@ Every size that could be mistaken for another is the same: 4 layers, 4 heads; te
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import shutil
 import tempfile
@@ -25,33 +26,11 @@ from kwflow.flow import Flow
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span
 from kwflow.swarm.worker import Served
+from tests.configs import CONFIGS, VOCAB, config
 
-FAMILIES = ("llama", "gpt2", "bloom")
-LAYERS, HEADS, KV_HEADS, HIDDEN, VOCAB, MAX_LENGTH = 4, 4, 2, 32, 64, 64
+FAMILIES = ("llama", "gpt2", "bloom")  # tested in depth; every family: tests/test_every_family.py
 ONE, TWO, THREE, EACH = (4,), (2, 4), (1, 3, 4), (1, 2, 3, 4)  # where workers' spans end
 WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(VOCAB - 2))]
-
-
-def config(family: str) -> Any:
-    """A config of the family; no bos or eos, so that generate runs to its end."""
-    import transformers
-
-    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    if family == "llama":
-        return transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=HIDDEN,
-            intermediate_size=48,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS,
-            max_position_embeddings=MAX_LENGTH,
-            **ends,
-        )
-    if family == "gpt2":
-        sizes = {"n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS, "n_positions": MAX_LENGTH}
-        return transformers.GPT2Config(vocab_size=VOCAB, **sizes, **ends)
-    return transformers.BloomConfig(vocab_size=VOCAB, hidden_size=HIDDEN, n_layer=LAYERS, n_head=HEADS, **ends)
 
 
 @functools.cache
@@ -67,7 +46,7 @@ def folder(family: str, dtype: torch.dtype = torch.float32) -> Path:
     from transformers import AutoModelForCausalLM
 
     where = _root() / f"{family}-{str(dtype).removeprefix('torch.')}"
-    made = torch.Generator().manual_seed(FAMILIES.index(family))
+    made = torch.Generator().manual_seed(list(CONFIGS).index(family))
     model = AutoModelForCausalLM.from_config(config(family))
     with torch.no_grad():
         for name, tensor in model.named_parameters():
@@ -100,12 +79,20 @@ def huggingface(family: str, dtype: torch.dtype = torch.float32, stored: torch.d
 
 @functools.cache
 def derivable(family: str) -> nn.Module:
-    """The reference in float64; bloom's gelu in plain torch ops, since torch.func cannot take its autograd.Function."""
-    model = huggingface(family, torch.float64)
+    """The reference in float64 and in plain torch ops: torch.func cannot take bloom's gelu, grouped experts, or a
+    longrope that writes down what it chose."""
+    model: Any = copy.deepcopy(huggingface(family, torch.float64))
+    model.config._experts_implementation = "batched_mm"
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()  # deepseek's router is float32 in every dtype
+    base = getattr(model, model.base_model_prefix)
+    if "longrope" in str(getattr(getattr(base, "rotary_emb", None), "rope_type", "")):
+        kept = copy.deepcopy(base.rotary_emb)
+        base.rotary_emb.forward = lambda *args, **kwargs: copy.deepcopy(kept)(*args, **kwargs)
     if family == "bloom":
         from transformers.models.bloom import modeling_bloom
 
-        for layer in model.transformer.h:  # type: ignore[union-attr]
+        for layer in model.transformer.h:
             layer.mlp.gelu_impl.forward = modeling_bloom.bloom_gelu_forward
     return model
 

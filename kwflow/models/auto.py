@@ -18,7 +18,7 @@ from kwflow.flow import Flow
 from kwflow.kwargs import PerLayer
 from kwflow.models.checkpoint import model_path
 from kwflow.models.ends import ModelEnds, bridged
-from kwflow.models.families import cache_argument
+from kwflow.models.prepare import cache_argument
 from kwflow.models.spans import model_name
 from kwflow.plan import Options
 from kwflow.session import Session
@@ -145,6 +145,7 @@ class Distributed:
         own, given = self._take_kwargs(kwargs, _EXTRAS | _generate_names(type(self)))
         self._refuse(own, given)
         cache_name = cache_argument(super().forward)  # type: ignore[misc]
+        given["use_cache"] = True  # whatever the config says (mpt's: no): the session is the cache
         mine: Session | None = None
         if given.get(cache_name) is None and given.get("past_key_values") is None:
             config = given.get("generation_config") or self.generation_config  # type: ignore[attr-defined]
@@ -254,7 +255,7 @@ def _generate_names(cls: type) -> frozenset[str]:
 
 # what transformers' forwards read from their **kwargs
 _EXTRAS = frozenset(
-    {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "num_items_in_batch"}
+    {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "use_cache", "num_items_in_batch"}
 )
 _NOT_HERE = {
     "assistant_model": "assisted decoding is not supported yet",

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from kwflow.errors import UnsupportedError
 from kwflow.models.checkpoint import Checkpoint
-from kwflow.models.families import family_of
-from kwflow.models.spans import model_name, quiet, read_config, resolve_dtype, skeleton, tensor_prefix
+from kwflow.models.families import blank_inputs, family_of, replace_layers
+from kwflow.models.spans import model_name, quiet, read_config, resolve_dtype, skeleton
+from kwflow.models.weights import Sources, fill_buffers
 
 Bridge = Callable[[Tensor, Mapping[str, Any]], Tensor]
 _bridge: ContextVar[Bridge] = ContextVar("kwflow_bridge")
@@ -56,20 +57,13 @@ def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None) -
     config, folder = read_config(model)
     family, target = family_of(config), resolve_dtype(dtype, config)
     layers, config.num_hidden_layers = config.num_hidden_layers, 1
-    shell = skeleton(config)
+    shell, checkpoint = skeleton(config, target), Checkpoint(folder)
     shell.config.num_hidden_layers = layers
-    base = getattr(shell, shell.base_model_prefix)
-    setattr(base, family.layers, nn.ModuleList([StandIn(family.tuples)]))
-    checkpoint = Checkpoint(folder)
-    bare = "" if tensor_prefix(checkpoint, shell) else f"{shell.base_model_prefix}."
-    there = set(checkpoint.names())
-    wanted = {name.removeprefix(bare): name for name in shell.state_dict()}
-    read = checkpoint.read([name for name in wanted if name in there], target)
-    shell.load_state_dict({wanted[name]: tensor for name, tensor in read.items()}, strict=False, assign=True)
+    replace_layers(getattr(shell, shell.base_model_prefix), family, [StandIn(family.tuples)])
+    fill_buffers(shell, shell)
+    read, _ = Sources(shell, checkpoint, target).read(lambda name: True)
+    shell.load_state_dict(read, strict=False, assign=True)
     shell.tie_weights()
-    for name, module in list(base.named_children()):
-        if any(buffer.is_meta for buffer in module.buffers()):  # made from the config, in no checkpoint: rotary
-            setattr(base, name, type(module)(config=config))
     missing = [name for name, tensor in [*shell.named_parameters(), *shell.named_buffers()] if tensor.is_meta]
     if missing:
         raise UnsupportedError(f"{folder} has no tensor for {missing[0]!r} of {type(shell).__name__}")
@@ -85,7 +79,7 @@ class ModelEnds:
         config, self.folder = read_config(model)
         self.name = model_name(model)
         self.config, self.layers, self.hidden_size = config, config.num_hidden_layers, config.hidden_size
-        self.learned = "learned" in family_of(config).positions
+        self.learned = family_of(config).learned
         self.takes_positions = not family_of(config).positions
         self.shell: Any = load_shell(model, dtype) if shell is None else shell
         self._forward = type(self.shell).forward  # transformers' own, also when the class is mixed with Distributed
@@ -121,8 +115,8 @@ class ModelEnds:
 
     def head(self, hidden: Tensor) -> Tensor:
         with bridged(lambda _, __: hidden):
-            like = torch.zeros_like(hidden, requires_grad=False)
-            return self._forward(self.shell, inputs_embeds=like, use_cache=False).logits
+            blank = blank_inputs(self.shell, hidden)
+            return self._forward(self.shell, inputs_embeds=blank, use_cache=False).logits
 
     def _base(self) -> Any:
         return getattr(self.shell, self.shell.base_model_prefix)

@@ -1,145 +1,60 @@
-"""One row per model family, and SpanSpecs built from it: the only place that knows how a layer is called.
+"""One row per model family: the only place that knows what differs between them.
 
-A row says where the layers are, what positions mean, and how to prepare what the layers need; the layer itself is
-transformers' own. To add a family: add a row to FAMILIES, run ``pytest tests/test_families.py``.
+A row says where the layers are, what positions mean, and where the points of a layer are; the layer itself is
+transformers' own, and what it needs besides hidden is made by transformers' own forward (``kwflow.models.prepare``).
+
+To add a family: write its row in FAMILIES and a config of four small layers in ``tests/tiny.py`` (CONFIGS), then run
+``pytest tests/test_every_family.py -k NAME``. A row of a model like llama is ``Family()``. Otherwise look in
+``transformers/models/NAME/modeling_NAME.py``:
+
+- the base model's ``__init__``: the name of its ModuleList is ``layers``, with dots where it is deeper (opt);
+- the base model's ``forward``: does it take ``position_ids``, and do they reach the layers? If not, say why in
+  ``positions``. Does it unpack what a layer returns (``outputs[0]``)? Then ``tuples=True``;
+- the layer's ``__init__``: ``attn``, ``mlp`` and ``out``, the last Linear of the attention;
+- a ``torch.autograd.Function`` without ``setup_context`` has no torch.func rule: ``mend`` swaps the same arithmetic in.
 """
-
-# B batch, S seq, K key (all columns), D hidden
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kwflow.blocks import Prepare
 from kwflow.errors import UnsupportedError, did_you_mean
+
+LEARNED = "this family's positions are learned and act in flow.embed(ids, position_ids=…)"
+ALIBI = "this family uses ALiBi, which follows attention_mask"
 
 
 @dataclass(frozen=True)
 class Family:
-    """What differs between families."""
+    """What differs between families. Paths are dotted names: ``layers`` within the base model, others in a layer."""
 
-    prepare: Callable[[Any, nn.Module], Prepare]  # (config, base model) -> prepare
-    layers: str = "layers"  # the layer list, within the base model
+    layers: str = "layers"  # the layer list
+    attn: str = "self_attn"  # the module whose (first) output is what attention adds to the residual stream
+    mlp: str = "mlp"  # the same of the feed-forward or the mixture; "": it is scaled before it is added, as attention's
+    out: str = "self_attn.o_proj"  # the attention's output projection, whose input is all heads side by side
     positions: str = ""  # why position_ids are refused; empty: the blocks take them
+    counts_mask: bool = False  # the model's own forward takes learned positions from the mask where none are given
+    four_d: str = ""  # why a 4-D attention_mask is refused; empty: the blocks take one
     tuples: bool = False  # the model expects a tuple from each layer
     mend: Callable[[nn.Module], None] = lambda layer: None
+    vary: Callable[[Family, Any], Family] = lambda family, config: family  # what this config changes in the row
+    kv: Callable[[Any], Mapping[str, int]] | None = None  # other sizes of keys and values than a config usually says
 
+    @property
+    def points(self) -> dict[str, str]:
+        """Where ``kwflow.points`` finds the points of a layer."""
+        parts = {"attn": self.attn, "mlp": self.mlp} if self.mlp else {}
+        return {**parts, "head": self.out}
 
-class Past:
-    """What transformers' mask functions ask of a cache: how many columns stand before these."""
-
-    is_compileable = False
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        return self._length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._length
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._length + query_length, 0
-
-
-def causal_mask(config: Any, hidden: Tensor, attention_mask: Tensor | None, past: int) -> Tensor | None:
-    """The layers' mask, by transformers' own function; a 4-D one is the caller's, in the form that attention takes.
-
-    NOTE [literal positions] transformers reads position_ids that jump as packed sequences when it has no cache;
-    here positions are literal, in a call as in a session, so the mask never depends on them.
-    """
-    if attention_mask is not None and attention_mask.dim() == 4:
-        lowest = torch.finfo(hidden.dtype).min
-        if attention_mask.is_floating_point():
-            return attention_mask.to(hidden.dtype).clamp(min=lowest)
-        if config._attn_implementation == "sdpa":
-            return attention_mask
-        return torch.zeros_like(attention_mask, dtype=hidden.dtype).masked_fill(~attention_mask, lowest)
-    from transformers.masking_utils import create_causal_mask
-
-    cache: Any = {cache_argument(create_causal_mask): Past(past)}
-    return create_causal_mask(config=config, inputs_embeds=hidden, attention_mask=attention_mask, **cache)
-
-
-def cache_argument(function: Callable[..., Any]) -> str:
-    """What this version calls the cache: read from the signature, since 5.x renames it."""
-    names = inspect.signature(function).parameters
-    return next(name for name in ("cache", "layer_past", "past_key_values") if name in names)
-
-
-def rotary(config: Any, base: nn.Module) -> Prepare:
-    """Rotary families: a causal mask, and cos/sin of the positions."""
-    kind: Any = type(base.rotary_emb)
-    embed = kind(config=config)
-    # NOTE [dynamic rope] transformers' dynamic type keeps the longest length it has seen: a function keeps nothing
-    remembers = "dynamic" in str(getattr(embed, "rope_type", ""))
-
-    def prepare(
-        hidden: Tensor,
-        *,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        past: int,
-        kinds: Collection[str],
-    ) -> Mapping[str, Mapping[str, Any]]:
-        if position_ids is None:
-            position_ids = torch.arange(past, past + hidden.shape[1], device=hidden.device)[None]
-        args = {
-            "attention_mask": causal_mask(config, hidden, attention_mask, past),
-            "position_ids": position_ids,
-            "position_embeddings": (kind(config=config) if remembers else embed)(hidden, position_ids=position_ids),
-        }
-        return dict.fromkeys(kinds, args)
-
-    return prepare
-
-
-def learned(config: Any, base: nn.Module) -> Prepare:
-    """Learned positions: they act in the embedding, the layers need a mask only."""
-
-    def prepare(
-        hidden: Tensor,
-        *,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        past: int,
-        kinds: Collection[str],
-    ) -> Mapping[str, Mapping[str, Any]]:
-        return dict.fromkeys(kinds, {"attention_mask": causal_mask(config, hidden, attention_mask, past)})
-
-    return prepare
-
-
-def alibi(config: Any, base: nn.Module) -> Prepare:
-    """ALiBi (Press et al. 2022): a bias that follows the mask."""
-    build: Any = base.build_alibi_tensor
-    heads = config.num_attention_heads
-
-    def prepare(
-        hidden: Tensor,
-        *,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        past: int,
-        kinds: Collection[str],
-    ) -> Mapping[str, Mapping[str, Any]]:
-        two_d = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
-        if two_d is None:
-            two_d = torch.ones(hidden.shape[0], past + hidden.shape[1], dtype=torch.long, device=hidden.device)
-        args = {
-            "attention_mask": causal_mask(config, hidden, attention_mask, past),
-            "alibi": build(two_d.long(), heads, dtype=hidden.dtype),
-        }
-        return dict.fromkeys(kinds, args)
-
-    return prepare
+    @property
+    def learned(self) -> bool:
+        return self.positions == LEARNED
 
 
 class TanhGelu(nn.Module):
@@ -153,36 +68,185 @@ def plain_gelu(layer: nn.Module) -> None:
     layer.mlp.gelu_impl = TanhGelu()  # type: ignore[union-attr]
 
 
+def falcon(family: Family, config: Any) -> Family:
+    """Falcon models have rotary positions or ALiBi; their keys are those of every head, of groups, or of one."""
+    if not config.alibi:
+        return family
+    mask = "this model adds its ALiBi to the mask that it makes from a 2-D one"
+    return replace(family, positions=ALIBI, four_d=mask)
+
+
+def falcon_kv(config: Any) -> Mapping[str, int]:
+    one = config.multi_query and not config.new_decoder_architecture
+    return {"kv_head": 1 if one else config.num_attention_heads}
+
+
+def latent_kv(config: Any) -> Mapping[str, int]:
+    """DeepSeek's: every head has its key and value, of different lengths."""
+    return {
+        "kv_head": config.num_attention_heads,
+        "head_dim": config.v_head_dim,
+        "key_dim": config.qk_nope_head_dim + config.qk_rope_head_dim,
+    }
+
+
+_GPT2 = Family(layers="h", attn="attn", out="attn.c_proj", positions=LEARNED)
+_BLOOM = Family(
+    layers="h",
+    attn="self_attention.dense",
+    mlp="mlp.dense_4h_to_h",
+    out="self_attention.dense",
+    positions=ALIBI,
+    tuples=True,
+    mend=plain_gelu,
+)
+_FALCON = Family(layers="h", attn="self_attention", out="self_attention.dense", tuples=True, vary=falcon, kv=falcon_kv)
+_MPT = Family(
+    layers="blocks",
+    attn="attn",
+    mlp="ffn.down_proj",
+    out="attn.out_proj",
+    positions=ALIBI,
+    four_d="this family's attention knows what is masked, and no bias",
+    tuples=True,
+)
+_GPTJ = Family(layers="h", attn="attn", out="attn.out_proj")
+_NORMED = Family(attn="post_attention_layernorm", mlp="post_feedforward_layernorm")
+_OPT = Family(layers="decoder.layers", mlp="fc2", out="self_attn.out_proj", positions=LEARNED, counts_mask=True)
+
 FAMILIES: dict[str, Family] = {
-    "llama": Family(rotary),
-    "gpt2": Family(
-        learned, layers="h", positions="this family's positions are learned and act in flow.embed(ids, position_ids=…)"
-    ),
-    "bloom": Family(
-        alibi,
-        layers="h",
-        positions="this family uses ALiBi, which follows attention_mask",
-        tuples=True,
-        mend=plain_gelu,
-    ),
+    "apertus": Family(),
+    "arcee": Family(),
+    "biogpt": Family(mlp="fc2", out="self_attn.out_proj", positions=LEARNED, counts_mask=True),
+    "bitnet": Family(),
+    "bloom": _BLOOM,
+    "codegen": _GPTJ,
+    "cohere": Family(),
+    "cohere2": Family(),
+    "deepseek_v2": Family(kv=latent_kv),
+    "deepseek_v3": Family(kv=latent_kv),
+    "diffllama": Family(),
+    "dots1": Family(),
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family(),
+    "exaone4": Family(),
+    "falcon": _FALCON,
+    "flex_olmo": Family(),
+    "gemma": Family(),
+    "gemma2": _NORMED,
+    "gemma3_text": _NORMED,
+    "glm": Family(),
+    "glm4": Family(attn="post_self_attn_layernorm", mlp="post_mlp_layernorm"),
+    "glm4_moe": Family(),
+    "gpt2": _GPT2,
+    "gpt_bigcode": _GPT2,
+    "gpt_neo": replace(_GPT2, out="attn.attention.out_proj", tuples=True),
+    "gpt_neox": Family(attn="attention", out="attention.dense"),
+    "gpt_oss": Family(),
+    "gptj": _GPTJ,
+    "granite": Family(mlp=""),
+    "granitemoe": Family(mlp="block_sparse_moe"),
+    "helium": Family(),
+    "hunyuan_v1_dense": Family(),
+    "llama": Family(),
+    "minimax_m2": Family(),
+    "ministral": Family(),
+    "ministral3": Family(),
+    "mistral": Family(),
+    "mixtral": Family(),
+    "mpt": _MPT,
+    "nanochat": Family(),
+    "nemotron": Family(),
+    "olmo": Family(),
+    "olmo2": _NORMED,
+    "olmo3": Family(),
+    "olmoe": Family(),
+    "opt": _OPT,
+    "persimmon": Family(out="self_attn.dense"),
+    "phi": Family(out="self_attn.dense"),
+    "phi3": Family(),
+    "phimoe": Family(),
+    "qwen2": Family(),
+    "qwen2_moe": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "seed_oss": Family(),
+    "smollm3": Family(),
+    "stablelm": Family(),
+    "starcoder2": Family(),
+    "vaultgemma": Family(),
+    "xglm": Family(mlp="fc2", out="self_attn.out_proj", positions=LEARNED),
 }
 
 
 def family_of(config: Any) -> Family:
-    """The row of a model's family. Raises UnsupportedError that lists the families there are."""
-    if config.model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        hint = did_you_mean(config.model_type, FAMILIES)
-        raise UnsupportedError(f"model_type {config.model_type!r} is not supported yet; supported: {known}.{hint}")
-    return FAMILIES[config.model_type]
+    """The row of a model's family. Raises UnsupportedError that says why there is none, or which there are."""
+    name = config.model_type
+    if name in FAMILIES:
+        return FAMILIES[name].vary(FAMILIES[name], config)
+    why = _why_not(config)
+    known = ", ".join(sorted(FAMILIES))
+    raise UnsupportedError(
+        f"model_type {name!r} is not supported{f': {why}' if why else ' yet'}; "
+        f"supported: {known}.{did_you_mean(name, FAMILIES)}"
+    )
+
+
+def _why_not(config: Any) -> str:
+    """What stands in the way, as far as a config tells."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder, and only decoders are served"
+    inner = config.get_text_config()
+    if inner is not config:
+        return f"its decoder ({inner.model_type}) is nested in a model of other parts, and a model here is one decoder"
+    modeling = importlib.import_module("transformers.models.auto.modeling_auto")
+    if config.model_type not in modeling.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return "transformers has no causal language model of this type"
+    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "layers_block_type", None) or ())}
+    states = sorted(kind for kind in kinds if not kind.endswith("attention") or "linear" in kind)
+    if states or hasattr(config, "state_size") or hasattr(config, "ssm_cfg") or hasattr(config, "conv_kernel"):
+        what = f" ({', '.join(states)})" if states else ""
+        return f"its layers keep a state{what}, which sessions of keys and values cannot hold"
+    return ""
+
+
+# ---- what a config says ------------------------------------------------------------------------------------------
 
 
 def model_sizes(config: Any) -> dict[str, int]:
-    """The sizes that axes are checked against."""
-    heads = config.num_attention_heads
-    return {
+    """The sizes that axes are checked against; ``key_dim`` where a key is longer than a value."""
+    heads, family = config.num_attention_heads, family_of(config)
+    sizes = {
         "hidden": config.hidden_size,
         "head": heads,
         "kv_head": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
     }
+    return {**sizes, **(family.kv(config) if family.kv else {})}
+
+
+def layer_kinds(config: Any) -> list[str]:
+    """The kind of every layer; those of one kind get the same mask and positions."""
+    layers = int(config.num_hidden_layers)
+    kinds = list(getattr(config, "layer_types", None) or ())
+    return kinds[:layers] if len(kinds) >= layers else ["full_attention"] * layers
+
+
+# ---- where the layers are ----------------------------------------------------------------------------------------
+
+
+def layer_list(base: nn.Module, family: Family) -> Any:
+    """The base model's ModuleList of layers."""
+    return base.get_submodule(family.layers)
+
+
+def replace_layers(base: nn.Module, family: Family, modules: Sequence[nn.Module]) -> None:
+    """Put other modules in the layers' place."""
+    owner, _, name = family.layers.rpartition(".")
+    setattr(base.get_submodule(owner), name, nn.ModuleList(modules))
+
+
+def blank_inputs(model: Any, hidden: Tensor) -> Tensor:
+    """inputs_embeds for a model whose layers get ``hidden`` from elsewhere: as wide as its embedding (opt's differs)."""
+    width = model.get_input_embeddings().weight.shape[1]
+    return torch.zeros(*hidden.shape[:-1], width, dtype=hidden.dtype, device=hidden.device)

@@ -17,7 +17,7 @@ from kwflow.bound import Bound
 from kwflow.edits import add_prompts, add_steer, token_positions
 from kwflow.errors import KwargError, SpanError
 from kwflow.models.checkpoint import model_path
-from kwflow.models.families import family_of
+from kwflow.models.families import blank_inputs, family_of, layer_list
 from kwflow.models.spans import config_attention, load_span, model_name, quiet
 
 
@@ -64,7 +64,7 @@ class HuggingFace:
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
         model = self.model if dtype == self.dtype else _upcast(self.model, dtype)
         base = getattr(model, model.base_model_prefix)
-        layers = getattr(base, self.family.layers)
+        layers = layer_list(base, self.family)
         if bound.stop > len(layers):
             raise SpanError(f"{self.name} has {len(layers)} layers, the flow asks for {bound.start}:{bound.stop}")
         call = {name: leaf.tensor for name, leaf in bound.call().items()}
@@ -104,7 +104,7 @@ class HuggingFace:
                 edits(layer)
             hooks.append(layers[bound.stop - 1].register_forward_hook(leave))
             with torch.no_grad(), precision(dtype):
-                base(inputs_embeds=torch.zeros_like(hidden), use_cache=True, **call)
+                base(inputs_embeds=blank_inputs(model, hidden), use_cache=True, **call)
         finally:
             for hook in hooks:
                 hook.remove()

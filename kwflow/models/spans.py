@@ -12,9 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from kwflow.blocks import Block, SpanSpec
-from kwflow.errors import ModelError, SpanError, UnsupportedError
+from kwflow.errors import ModelError, SpanError
 from kwflow.models.checkpoint import Checkpoint, layer_hash, model_path
-from kwflow.models.families import cache_argument, family_of, model_sizes
+from kwflow.models.experts import derivable_experts
+from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes
+from kwflow.models.prepare import cache_argument, recorder
+from kwflow.models.weights import Sources, fill_buffers
+from kwflow.points import install
 from kwflow.schema import schema
 
 
@@ -49,12 +53,12 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     return getattr(torch, str(dtype))
 
 
-def skeleton(config: Any) -> Any:
-    """The family's CausalLM without memory for its weights."""
+def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
+    """The family's CausalLM without memory for its weights; what it makes itself has the dtype that it would have."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), quiet():
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)
 
 
@@ -90,28 +94,31 @@ def load_span(
     if not 0 <= start < stop <= layers:
         raise SpanError(f"layers {start}:{stop} of a model that has layers 0:{layers}")
     target = resolve_dtype(dtype, config)
-    whole, checkpoint = skeleton(config), Checkpoint(folder)
-    base = getattr(whole, whole.base_model_prefix)
-    prefix = f"{tensor_prefix(checkpoint, whole)}{family.layers}"
-    prepare = family.prepare(config, base)
+    whole, checkpoint = skeleton(config, target), Checkpoint(folder)
+    base, kinds = getattr(whole, whole.base_model_prefix), layer_kinds(config)
+    sources, modules = Sources(whole, checkpoint, target), list(layer_list(base, family))[start:stop]
+    prefix = f"{whole.base_model_prefix}.{family.layers}"
+    fill_buffers(whole, base.get_submodule(family.layers.rpartition(".")[0]), skip=layer_list(base, family))
+    prepare = recorder(whole.config, base, family, kinds)
     refused = {"position_ids": family.positions} if family.positions else {}
-    taken = schema(model_sizes(config), positions=not family.positions, refused=refused)
+    points = ("embed", "resid_pre", *family.points, "resid")
+    taken = schema(model_sizes(config), positions=not family.positions, refused=refused, points=points)
     blocks, hashes = [], []
-    for number in range(start, stop):
-        layer = getattr(base, family.layers)[number]
-        names = {f"{prefix}.{number}.{name}": name for name in layer.state_dict()}
-        read = checkpoint.read(names, target)
-        hashes.append(layer_hash(read)[:16])
-        layer.load_state_dict({names[name]: tensor for name, tensor in read.items()}, assign=True)
+    for number, layer in enumerate(modules, start):
+        fill_buffers(whole, layer)
+        tensors, raw = sources.read(lambda name, own=f"{prefix}.{number}.": name.startswith(own))
+        hashes.append(layer_hash(raw)[:16])
+        own = {name.removeprefix(f"{prefix}.{number}."): tensor for name, tensor in tensors.items()}
+        lacking = sorted(layer.state_dict().keys() - own.keys())
+        if lacking:
+            raise ModelError(f"{folder} has no tensor for {lacking[0]!r} of layer {number}")
+        layer.load_state_dict(own, assign=True)
         family.mend(layer)
-        on_meta = [name for name, tensor in [*layer.named_parameters(), *layer.named_buffers()] if tensor.is_meta]
-        if on_meta:
-            raise UnsupportedError(
-                f"layer {number} of {config.model_type} holds {on_meta[0]!r}, which no checkpoint has"
-            )
+        derivable_experts(layer)
+        install(layer, family.points)
         layer.requires_grad_(False).eval()
         params = dict(layer.named_parameters())
-        blocks.append(Block(number, layer, params, prepare, taken, cache_argument(layer.forward)))
+        blocks.append(Block(number, layer, params, prepare, taken, cache_argument(layer.forward), kinds[number]))
     identity = {
         "checkpoint": checkpoint.checkpoint_id(),
         "attention": config_attention(whole),

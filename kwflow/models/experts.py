@@ -1,0 +1,57 @@
+"""Mixtures of experts whose derivatives exist.
+
+transformers multiplies all experts by one grouped kernel, which has no float64, no forward mode and no second order.
+Values and plain gradients keep it, and its bits; the rest takes another of transformers' own ways through the same sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kwflow.bound import is_wrapped
+
+
+class DerivableExperts:
+    """Mixed in before transformers' experts: chooses the way by what the tensors are."""
+
+    def forward(self, hidden: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
+        """hidden (token, hidden), expert (token, chosen) the chosen experts' numbers, weight (token, chosen) theirs."""
+        given = (hidden, expert, weight)
+        if any(is_batched(tensor) for tensor in given):
+            # without control flow, at the price of each token's weights side by side
+            return _interface()["batched_mm"](self, *given)
+        if hidden.dtype is torch.float64 or any(is_wrapped(tensor) for tensor in given):
+            return type(self).__mro__[2].forward.__wrapped__(self, *given)  # type: ignore[attr-defined]  # a loop over experts
+        return super().forward(*given)  # type: ignore[misc]
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Whether a vmap is anywhere around this tensor, outside or inside of other transforms."""
+    inner: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    while is_wrapped(tensor):
+        if inner.is_batchedtensor(tensor):
+            return True
+        tensor = inner.get_unwrapped(tensor)
+    return False
+
+
+def derivable_experts(layer: nn.Module) -> None:
+    """Let every mixture in a layer choose."""
+    for module in layer.modules():
+        if hasattr(module, "_is_expert_parallel") and not isinstance(module, DerivableExperts):  # transformers' mark
+            module.__class__ = _derivable(type(module))
+
+
+@functools.cache
+def _derivable(experts: type) -> type:
+    return type(experts.__name__, (DerivableExperts, experts), {})
+
+
+def _interface() -> Any:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    return ALL_EXPERTS_FUNCTIONS
