@@ -1,4 +1,4 @@
-"""Edits at points and token positions, against Hugging Face models with hooks that edit one row and column at a time."""
+"""Edits at points and token positions, against Hugging Face models with hooks that edit one row and column at once."""
 
 # B batch, S seq, D hidden, L layers, P pos
 
