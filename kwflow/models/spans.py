@@ -16,6 +16,7 @@ from kwflow.edits import schema
 from kwflow.errors import ModelError, SpanError, UnsupportedError
 from kwflow.models.checkpoint import Checkpoint, layer_hash, model_path
 from kwflow.models.families import cache_argument, family_of, model_sizes
+from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 
 
 def read_config(model: str | os.PathLike[str]) -> tuple[Any, str]:
@@ -47,6 +48,24 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     if dtype not in ("float64", "float32", "bfloat16", "float16"):
         raise ModelError(f"dtype {dtype!r}; give auto, float32, bfloat16, float16 or float64")
     return getattr(torch, str(dtype))
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """``None`` is the CPU; ``"auto"`` is CUDA or MPS where torch sees one. Raises ModelError for what is not there."""
+    if device == "auto":
+        there = ("cuda" if torch.cuda.is_available() else "", "mps" if torch.backends.mps.is_available() else "")
+        device = next(filter(None, there), "cpu")
+    try:
+        found = torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise ModelError(f"device {device!r}; give auto, cpu, cuda, cuda:1 or mps") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here; give auto or cpu")
+    if found.type == "mps" and not torch.backends.mps.is_available():
+        raise ModelError(f"device {device!r}: torch sees no MPS here; give auto or cpu")
+    if found.type not in ("cpu", "cuda", "mps"):
+        raise ModelError(f"device {device!r}; give auto, cpu, cuda, cuda:1 or mps")
+    return found
 
 
 def skeleton(config: Any) -> Any:
@@ -82,8 +101,15 @@ def load_span(
     stop: int | None = None,
     *,
     dtype: torch.dtype | str | None = None,
+    quantize: str | None = None,
+    device: torch.device | str | None = None,
 ) -> SpanSpec:
-    """Read layers ``[start, stop)`` of a model, and no other tensor, as a SpanSpec."""
+    """Read layers ``[start, stop)`` of a model, and no other tensor, as a SpanSpec.
+
+    ``quantize``: ``"int8"`` or ``"nf4"``. ``device``: ``"cpu"`` (the default), ``"cuda"``, ``"cuda:1"``, ``"mps"`` or
+    ``"auto"``. Raises ModelError, SpanError, UnsupportedError.
+    """
+    mode, where = check_mode(quantize), resolve_device(device)
     config, folder = read_config(model)
     family, layers = family_of(config), int(config.num_hidden_layers)
     start, stop = start or 0, layers if stop is None else stop
@@ -93,6 +119,7 @@ def load_span(
     whole, checkpoint = skeleton(config), Checkpoint(folder)
     base = getattr(whole, whole.base_model_prefix)
     prefix = f"{tensor_prefix(checkpoint, whole)}{family.layers}"
+    layers_name, kept = f"{whole.base_model_prefix}.{family.layers}", kept_modules(whole) if mode else []
     prepare = family.prepare(config, base)
     refused = {"position_ids": family.positions} if family.positions else {}
     taken = schema(model_sizes(config), positions=not family.positions, refused=refused)
@@ -109,6 +136,9 @@ def load_span(
             raise UnsupportedError(
                 f"layer {number} of {config.model_type} holds {on_meta[0]!r}, which no checkpoint has"
             )
+        layer.to(where)
+        if mode:
+            quantize_layer(layer, mode, name=f"{layers_name}.{number}", kept=kept)
         layer.requires_grad_(False).eval()
         params = dict(layer.named_parameters())
         blocks.append(Block(number, layer, params, prepare, taken, cache_argument(layer.forward)))
@@ -118,8 +148,9 @@ def load_span(
         "layers": hashes,
         "bytes_read": checkpoint.bytes_read,
         "model_layers": layers,
+        "quantization": mode,
     }
-    return SpanSpec(start, stop, tuple(blocks), taken, identity)
+    return SpanSpec(start, stop, tuple(blocks), taken, identity, dtype=target, device=where)
 
 
 def config_attention(model: Any) -> str:
@@ -133,10 +164,15 @@ def load_blocks(
     stop: int | None = None,
     *,
     dtype: torch.dtype | str | None = None,
+    quantize: str | None = None,
+    device: torch.device | str | None = None,
 ) -> list[tuple[Block, Mapping[str, Tensor]]]:
     """Layers of a model as ``[(block_fn, params)]``, for a notebook with no swarm at all.
 
     for block_fn, params in kf.load_blocks("smollm2-135m", 0, 3):
         hidden = block_fn(params, hidden, attention_mask=mask)
+
+    ``dtype``, ``quantize`` and ``device`` as a worker's; hidden and kwargs are given in that dtype on that device.
     """
-    return [(block, block.params) for block in load_span(model, start, stop, dtype=dtype).blocks]
+    spec = load_span(model, start, stop, dtype=dtype, quantize=quantize, device=device)
+    return [(block, block.params) for block in spec.blocks]
