@@ -60,7 +60,9 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     except RuntimeError as error:
         raise ModelError(f"device {device!r}; give auto, cpu, cuda, cuda:1 or mps") from error
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise ModelError(f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here; give auto or cpu")
+        raise ModelError(
+            f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here; give auto or cpu"
+        )
     if found.type == "mps" and not torch.backends.mps.is_available():
         raise ModelError(f"device {device!r}: torch sees no MPS here; give auto or cpu")
     if found.type not in ("cpu", "cuda", "mps"):

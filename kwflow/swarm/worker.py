@@ -301,7 +301,7 @@ class ClientConnection:
                 entering = hidden.to(spec.device, spec.dtype)
                 out = run(blocks, params, entering, mine, past=past, attention_mask=mask, kv=session.kv)
                 session.length = past + seq
-                return _home(out.to(hidden.dtype))
+                return out.to(hidden.dtype).cpu()
 
         out, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
         return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, [out])
