@@ -169,6 +169,7 @@ def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     here = {
         "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
+        "matmul": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),
         "attention": local.attention,
     }
@@ -176,7 +177,7 @@ def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     for hop in _workers(plans):
         theirs, who = hop.hello["fingerprint"], f"worker {hop.peer[-8:]}"
         for name, mine in here.items():
-            if theirs.get(name) != mine:
+            if theirs.get(name, mine) != mine:
                 found.append(f"{name} {theirs.get(name)} on {who}, {mine} here")
         if (device := theirs.get("device", "cpu").split()[0]) != local.device.type:
             found.append(f"device {device} on {who}, {local.device.type} here")

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kwflow as kf
+from benchmarks import gpu
 from kwflow.blocks import SpanSpec, with_block_fn
 from kwflow.connect import in_process
 from kwflow.errors import BlockError, CallerError, KwargError, ModelError, WorkerFailed
@@ -407,3 +408,32 @@ def test_a_worker_without_memory_is_to_blame_and_not_the_caller(error: Exception
             flow(hidden)
         assert not isinstance(caught.value, CallerError)
         assert flow.peers._banned, "it is avoided for a while"  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- the script for a GPU
+
+
+@pytest.mark.slow
+def test_the_gpu_script_proves_and_measures_here_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--device", "cpu", "--small"]) == 0
+    said = capsys.readouterr().out
+    assert "20 of 20 proofs hold" in said
+    assert said.count("| bitwise |") >= 14, said
+    assert "forward and backward: through a worker's bytes" in said
+
+
+def test_the_gpu_script_says_so_without_cuda(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 2
+    assert "no CUDA here" in capsys.readouterr().out
+
+
+def test_the_gpu_script_fails_when_a_proof_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    proofs = [gpu.Proof("values", "float32, float32", "different", 1.0, False)]
+    monkeypatch.setattr(gpu, "prove", lambda *_: proofs)
+    monkeypatch.setattr(gpu, "price", lambda *_: (gpu.SMALL_WIDE, {}, []))
+    assert gpu.main(["--device", "cpu", "--small"]) == 1
+    assert not gpu._near("values", "", torch.ones(2), torch.tensor([1.0, 1.1]), F32).holds
+    assert not gpu._near("values", "", torch.ones(2), torch.ones(2, device=META), F32).holds

@@ -185,6 +185,7 @@ def fingerprint(spec: SpanSpec, threads: int) -> dict[str, Any]:
         "device": processor(spec.device),
         "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
+        "matmul": torch.get_float32_matmul_precision(),  # "highest": no TF32, no bfloat16 inside float32 products
         "threads": threads,
         "attention": spec.identity.get("attention", ""),
         "block_fn": spec.identity.get("block_fn", ""),
