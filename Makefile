@@ -52,5 +52,5 @@ $(RUNTIME): pyproject.toml constraints.txt
 
 $(DEV): $(RUNTIME)
 	@echo "installing the test and notebook tools into $(VENV) (once; about a minute)"
-	$(PIP) -e '.[embedded,notebook,dev]'
+	$(PIP) -e '.[embedded,notebook,quantized,dev]'
 	@touch $@

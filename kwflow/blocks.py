@@ -166,14 +166,12 @@ class SpanSpec:
     blocks: tuple[Block, ...]
     schema: Schema
     identity: Mapping[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = field(kw_only=True)  # in which hidden is computed; quantized weights have others
+    device: torch.device = field(kw_only=True)  # where the params are, and inputs are moved to
 
     @property
     def params(self) -> list[Params]:
         return [block.params for block in self.blocks]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return next(t.dtype for t in self.blocks[0].params.values() if t.is_floating_point())
 
     def part(self, start: int, stop: int) -> tuple[Block, ...]:
         return self.blocks[start - self.start : stop - self.start]
@@ -222,13 +220,22 @@ def _explained(who: str, layer: int, hidden: Tensor, bound: Bound) -> Iterator[N
     """What fails here fails on every worker: a BlockError, with the layer and the shapes."""
     try:
         yield
-    except (CallerError, torch.OutOfMemoryError, MemoryError):
+    except CallerError:
         raise
     except Exception as error:
+        if out_of_memory(error):
+            raise
         raise BlockError(
             f"{who} of layer {layer} raised {type(error).__name__}: {error} "
             f"(hidden {tuple(hidden.shape)}; {bound.describe() or 'no kwargs'})"
         ) from error
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this machine's memory ran out, which another's need not; only CUDA has a type for it in torch."""
+    said = ("can't allocate memory", "not enough memory", "MPS backend out of memory")
+    named = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in said))
 
 
 def chain(blocks: Sequence[Block]) -> Callable[..., Tensor]:

@@ -23,6 +23,9 @@ app = typer.Typer(
 )
 
 Model = Annotated[str, typer.Argument(help="a folder, a hub id, or smollm2-135m")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16; auto is the checkpoint's")]
+Quantize = Annotated[str, typer.Option(help="int8 or nf4, by bitsandbytes")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps")]
 Join = Annotated[list[str] | None, typer.Option(help="address of a member of the swarm, /ip4/…/p2p/…; may be repeated")]
 
 
@@ -41,7 +44,9 @@ def worker(
     blocks: Annotated[str, typer.Option(help="layers start:stop, such as 0:15")],
     join: Join = None,
     threads: Annotated[int, typer.Option(help="torch threads")] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "",
+    device: Device = "auto",
     block_fn: Annotated[str, typer.Option(help="the worker's own block function, pkg.mod:fn")] = "",
     listen: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: int = 0,
@@ -63,7 +68,7 @@ def worker(
         from kwflow.swarm.serve import load, serve
 
         torch.set_num_threads(threads)
-        spec = load(model, start, stop, dtype, own)
+        spec = load(model, start, stop, dtype, own, quantize=quantize, device=device)
         peers = parent.receive_peers() if parent is not None else join or []
         work = serve(
             spec, model, join=peers, listen=listen, port=port, public=public, kv_bytes=kv_mb << 20, parent=parent
@@ -80,12 +85,14 @@ def swarm(
     model: Model,
     workers: Annotated[int, typer.Option(help="how many; they split the layers evenly")] = 2,
     threads: Annotated[int, typer.Option(help="torch threads of each")] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")] = "auto",
+    dtype: Dtype = "auto",
+    quantize: Quantize = "",
+    device: Device = "auto",
 ) -> None:
     """Start workers on this machine and print their addresses; they end with this command."""
     from kwflow.swarm.local import local_swarm
 
-    with local_swarm(model, workers, dtype=None if dtype == "auto" else dtype, threads=threads) as local:
+    with local_swarm(model, workers, dtype=dtype, quantize=quantize, device=device, threads=threads) as local:
         for one in local.workers:
             print(f"layers {one.span[0]}:{one.span[1]}  pid {one.pid}  {one.addrs[0]}", flush=True)
         print(f"\nkf.connect({model!r}, peers=[{local.peers[0]!r}])\nInterrupt to end.", flush=True)

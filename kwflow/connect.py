@@ -81,6 +81,10 @@ class KnownPeers:
             self._banned.pop(peer, None)
         return self._hellos[peer]
 
+    def hellos(self) -> list[dict[str, Any]]:
+        """What the workers that this client has met say of themselves."""
+        return list(self._hellos.values())
+
     def failed(self, error: WorkerFailed) -> None:
         """Keep a worker that failed out of the next routes for a while."""
         self.last_failure = error
@@ -132,6 +136,8 @@ def connect(
     peers: Sequence[str] | None = None,
     *,
     dtype: torch.dtype | str | None = None,
+    quantize: str | None = None,
+    device: torch.device | str | None = None,
     block_fn: Callable[..., torch.Tensor] | None = None,
     timeout: float = 30.0,
 ) -> Flow:
@@ -140,9 +146,15 @@ def connect(
         flow = kf.connect(swarm.model, peers=swarm.peers)
         flow = kf.connect("smollm2-135m")                   # no peers: the same Flow in this process
 
-    ``peers``: multiaddresses of some members of the swarm. ``block_fn``: in this process only. ``timeout``: seconds
-    to join the swarm. Raises ModelError, NoRoute, WorkerFailed.
+    ``peers``: multiaddresses of some members of the swarm. ``dtype``: of this client's embeddings and head, and of the
+    blocks in this process; workers have their own, and answer in the caller's. ``quantize`` (int8 or nf4), ``device``
+    and ``block_fn``: in this process only. ``timeout``: seconds to join the swarm.
+    Raises ModelError, KwargError, NoRoute, WorkerFailed.
     """
+    if peers is not None:
+        for name, value in {"quantize": quantize, "device": device, "block_fn": block_fn}.items():
+            if value is not None:
+                raise KwargError(f"{name} belongs to the workers: start them with it (kf.local_swarm(…, {name}=…))")
     from kwflow.models.checkpoint import Checkpoint
     from kwflow.models.ends import ModelEnds
 
@@ -150,15 +162,13 @@ def connect(
     if peers is None:
         from kwflow.models.spans import load_span
 
-        spec = load_span(model, dtype=dtype)
+        spec = load_span(model, dtype=dtype, quantize=quantize, device=device)
         if block_fn is not None:
             from kwflow.blocks import with_block_fn
 
             spec = with_block_fn(spec, block_fn, getattr(block_fn, "__name__", repr(block_fn)))
         known = in_process([Served(spec, model=ends.name)])
     else:
-        if block_fn is not None:
-            raise KwargError("block_fn runs on the workers: start them with it (kf.local_swarm(…, block_fn=fn))")
         if isinstance(peers, str):
             peers = [peers]
         checkpoint = Checkpoint(ends.folder).checkpoint_id()

@@ -96,7 +96,10 @@ class Flow:
         return Flow(self.ends, self.peers, self.span, options)
 
     def __repr__(self) -> str:
-        return f"Flow({self.ends.name}, layers {self.start}:{self.stop}, {str(self.ends.dtype).removeprefix('torch.')})"
+        dtype = str(self.ends.dtype).removeprefix("torch.")
+        workers = workers_run(self.peers.hellos(), self.span)
+        also = "" if workers in ("", dtype) else f", workers {workers}"
+        return f"Flow({self.ends.name}, layers {self.start}:{self.stop}, {dtype}{also})"
 
     # ---- calls
 
@@ -199,6 +202,20 @@ class Flow:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def workers_run(hellos: Sequence[Mapping[str, Any]], span: Span) -> str:
+    """How the workers that were met compute these layers: ``nf4 bfloat16``, or each by its layers where they differ."""
+    said: dict[str, list[str]] = {}
+    for hello in hellos:
+        start, stop = hello["span"]
+        if max(start, span[0]) < min(stop, span[1]):
+            device = hello.get("device", "cpu")
+            how = [hello.get("quantization", ""), hello["dtype"], "" if device == "cpu" else f"on {device}"]
+            said.setdefault(" ".join(filter(None, how)), []).append(f"{start}:{stop}")
+    if len(said) < 2:
+        return "".join(said)
+    return ", ".join(f"{how} {' '.join(sorted(set(spans)))}" for how, spans in said.items())
 
 
 def check_hidden(hidden: Any, width: int) -> None:

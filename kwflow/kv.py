@@ -35,6 +35,7 @@ class KV:
         """Take rows in another order (a beam reorder); only the first ``length`` columns are kept."""
         for layer, held in self._layers.items():
             if held is not None:
+                rows = rows.to(held[0].device)
                 fresh = self._room(held[0][rows, :, :0]), self._room(held[1][rows, :, :0])
                 for new, old in zip(fresh, held, strict=True):
                     new[:, :, :length] = old[:, :, :length].index_select(0, rows)

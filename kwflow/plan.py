@@ -54,6 +54,10 @@ class Peers(Protocol):
         """Hops that cover ``[start, stop)``. Raises NoRoute."""
         ...
 
+    def hellos(self) -> Sequence[Mapping[str, Any]]:
+        """What the workers that were met say of themselves."""
+        ...
+
     def failed(self, error: WorkerFailed) -> None:
         """Take note that a worker failed, so that the next route avoids it."""
         ...
@@ -103,7 +107,7 @@ class Plan:
             raise
         if not isinstance(reply.tree, list):
             raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
-        return reply.tree
+        return to_devices(reply.tree, operations, tensors)
 
     async def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
         """Values, and each sub-batch's hidden before every hop; sub-batches run through the pipeline at once."""
@@ -252,6 +256,17 @@ def request_tree(hidden: Tensor, bound: Bound, given: Sequence[Tensor] = ()) -> 
     if given:
         tree["given"] = list(given)
     return tree
+
+
+def to_devices(
+    results: Sequence[Tensor | None], operations: Operations, tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Results go where the caller's tensors are: a gradient to its input's device, a value to hidden's."""
+    pulled = next((operation["vjp"] for operation in reversed(operations) if "vjp" in operation), None)
+    like = [tensors[0]] * len(results) if pulled is None else [tensors[i] for i in pulled]
+    if len(like) != len(results):
+        return list(results)  # whoever asked says what is missing
+    return [None if r is None else r.to(tensor.device) for r, tensor in zip(results, like, strict=True)]
 
 
 def check_reply(out: Tensor | None, hidden: Tensor, hop: Hop) -> Tensor:

@@ -10,13 +10,14 @@ import concurrent.futures
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kwflow import link
-from kwflow.axes import describe
+from kwflow.axes import Axed, describe
 from kwflow.bound import Bound, is_wrapped
 from kwflow.errors import DeadlineError, SessionError, ShapeError, WorkerFailed
 from kwflow.flow import Flow, check_hidden, token_ids
@@ -104,11 +105,12 @@ class Session:
             self._positions = positions
             self._prompt_columns = self._prompt_columns if prompt is None else prompt
             self._reorders.clear()
-            return out
+            return out.to(hidden.device)
 
     def inputs(self, ids: Tensor | Sequence[str] | str | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Embed the next token ids (batch, seq): positions go on from each row's last token."""
         tokens, mask = token_ids(self.flow.ends, ids)
+        mask = mask.cpu()
         if self.batch is not None and tokens.shape[0] != self.batch:
             raise ShapeError(f"token ids are {describe(tokens)}; the session has {self.batch} rows")
         past = self._mask if self._mask is not None else torch.ones(tokens.shape[0], self.position, dtype=torch.bool)
@@ -116,7 +118,7 @@ class Session:
         positions = (whole.cumsum(-1) - 1).clamp(min=0)[:, self.position :]
         if self._positions is not None and self.position:
             positions = self._positions[:, -1:] + mask.long().cumsum(-1)
-        out = {"hidden": self.flow.embed(tokens, position_ids=positions)}
+        out = {"hidden": self.flow.embed(tokens, position_ids=positions.to(tokens.device))}
         if not bool(whole.all()):
             out["attention_mask"] = whole
         return {**out, "position_ids": positions} if self.flow.ends.takes_positions else out
@@ -190,7 +192,7 @@ class Session:
         batch, seq, _ = hidden.shape
         start, stop = self.position, self.position + seq
         given = dict(kwargs)
-        control = {name: given.pop(name, None) for name in ("attention_mask", "position_ids")}
+        control = {name: _on_cpu(given.pop(name, None)) for name in ("attention_mask", "position_ids")}
         mask, positions = control["attention_mask"], control["position_ids"]
         if positions is None and self._positions is not None:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
@@ -299,6 +301,13 @@ class Session:
             out = reply.tree[0] if isinstance(reply.tree, list) and len(reply.tree) == 1 else None
             hidden = check_reply(out, hidden, hop)
         return hidden
+
+
+def _on_cpu(value: Any) -> Any:
+    """Masks and positions are looked at and remembered on the CPU, wherever hidden is."""
+    if isinstance(value, Axed):
+        return replace(value, tensor=value.tensor.cpu())
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _are_columns(positions: Tensor, start: int) -> bool:

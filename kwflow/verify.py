@@ -11,16 +11,17 @@ import html
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kwflow.axes import Axed
+from kwflow.bound import Span
 from kwflow.errors import KwflowError, SpanError
 from kwflow.flow import Flow
-from kwflow.plan import Plan
+from kwflow.plan import Hop, Plan
 
 NOISE_FALLS_BY = 1e4  # fp32 to fp64 lowers rounding by 2^29; a bug stays
 
@@ -108,8 +109,9 @@ def exact_match(
 
     ``reference``: a Hugging Face model, or ``kf.stream(path)``. ``layers``: check each of these alone instead of the
     whole flow. ``threads``: torch threads of the reference; by default the workers'. The reference runs the flow's own
-    cuts of the batch, since other shapes round otherwise. Where the bits differ, pads are left out of the comparison:
-    attention implementations fill them differently, and nothing reads them.
+    cuts of the batch, since other shapes round otherwise, and each worker's layers in that worker's dtype. Where the
+    bits differ, pads are left out of the comparison: attention implementations fill them differently, and nothing
+    reads them.
     """
     from kwflow.models.reference import as_reference
 
@@ -123,27 +125,30 @@ def exact_match(
         if threads is None:
             threads = min(int(hop.hello["fingerprint"]["threads"]) for plan in plans for hop in plan.route)
         with threads_set(threads):
-            reasons = differences(plans, local, hidden)
+            reasons, notes = differences(plans, local, hidden), casts(plans, local, hidden)
             for (name, one), plan in zip(parts, plans, strict=True):
-                ours, expected = one(hidden, **kwargs), _by_cuts(plan, local, hidden, local.dtype)
+                ours, expected = one(hidden, **kwargs), _by_cuts(plan, local, hidden)
                 outputs.append(compare(name, *_at_tokens(ours, expected, kwargs)))
                 if layers is None and (flow.start, flow.stop) == (0, flow.ends.layers):
                     logits = _at_tokens(flow.head(ours), flow.head(expected), kwargs)
                     outputs.append(compare("logits", *logits, top1=True))
     sides = (repr(flow), f"{local.name}, {threads} thread{'s' if threads != 1 else ''}")
     if all(c.bitwise for c in outputs):
-        return Match(
-            "bitwise", f"all bits are equal ({hidden.numel():,} numbers per hidden)", tuple(outputs), (), None, sides
-        )
+        why = f"all bits are equal ({hidden.numel():,} numbers per hidden)"
+        return Match("bitwise", why, tuple(outputs), (), None, sides, notes)
     gap = max(c.max_rel for c in outputs if c.name != "logits")
-    return _judge(parts, plans, local, hidden, kwargs, tuple(outputs), tuple(reasons), gap, sides)
+    if other := quantized_otherwise(plans, local):
+        why = f"{other}, so the sides have other weights (max rel {gap:.2g})"
+        return Match("different", why, tuple(outputs), tuple(reasons), None, sides, notes)
+    found = _judge(parts, plans, local, hidden, kwargs, tuple(outputs), tuple(reasons), gap, sides)
+    return replace(found, notes=(*found.notes, *notes))
 
 
-def stream(model: str | os.PathLike[str], dtype: Any = None) -> Any:
+def stream(model: str | os.PathLike[str], dtype: Any = None, quantize: str | None = None) -> Any:
     """A reference that reads a model's files and holds one layer at a time, for models larger than memory."""
     from kwflow.models.reference import Stream
 
-    return Stream(model, dtype)
+    return Stream(model, dtype, quantize)
 
 
 def compare(name: str, ours: Tensor, expected: Tensor, *, top1: bool = False) -> Comparison:
@@ -162,23 +167,68 @@ def compare(name: str, ours: Tensor, expected: Tensor, *, top1: bool = False) ->
 def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     """Why the bits may differ: every part of the workers' fingerprints that is not the reference's."""
     here = {
-        "dtype": str(local.dtype).removeprefix("torch."),
         "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
+        "matmul": torch.get_float32_matmul_precision(),
         "threads": torch.get_num_threads(),
         "attention": local.attention,
     }
-    found = []
-    for hop in {hop.peer: hop for plan in plans for hop in plan.route}.values():
-        theirs = hop.hello["fingerprint"]
+    found = [other] if (other := quantized_otherwise(plans, local)) else []
+    for hop in _workers(plans):
+        theirs, who = hop.hello["fingerprint"], f"worker {hop.peer[-8:]}"
         for name, mine in here.items():
-            if theirs.get(name) != mine:
-                found.append(f"{name} {theirs.get(name)} on worker {hop.peer[-8:]}, {mine} here")
+            if theirs.get(name, mine) != mine:
+                found.append(f"{name} {theirs.get(name)} on {who}, {mine} here")
+        if (device := theirs.get("device", "cpu").split()[0]) != local.device.type:
+            found.append(f"device {device} on {who}, {local.device.type} here")
+        if _dtype(hop) != local.dtype and (local.quantization or not _holds(local.dtype, _dtype(hop))):
+            found.append(f"dtype {hop.hello['dtype']} on {who}, here weights were read in {_short(local.dtype)}")
         if theirs.get("block_fn"):
             found.append(f"worker {hop.peer[-8:]} runs its own block_fn {theirs['block_fn']}")
     if not hidden.is_contiguous():
         found.append("hidden is not contiguous here; it arrives contiguous")
     return found
+
+
+def quantized_otherwise(plans: Sequence[Plan], local: Any) -> str:
+    """Which worker's weights are quantized as the reference's are not; empty when all are alike."""
+    for hop in _workers(plans):
+        theirs = hop.hello.get("quantization", "")
+        if theirs != local.quantization:
+            runs = f"runs {theirs}" if theirs else "is not quantized"
+            return f"worker {hop.peer[-8:]} {runs}, the reference {local.quantization or 'is not quantized'}"
+    return ""
+
+
+def casts(plans: Sequence[Plan], local: Any, hidden: Tensor) -> tuple[str, ...]:
+    """What is said of workers whose dtype is not hidden's or the reference's: both sides cast alike."""
+    found = []
+    for hop in _workers(plans):
+        theirs = _dtype(hop)
+        if theirs != hidden.dtype:
+            found.append(
+                f"worker {hop.peer[-8:]} computes in {_short(theirs)} and answers in hidden's {_short(hidden.dtype)}"
+            )
+        if theirs != local.dtype and not local.quantization:
+            found.append(f"the reference's {_short(local.dtype)} weights were cast to {_short(theirs)} for its layers")
+    return tuple(dict.fromkeys(found))
+
+
+def _workers(plans: Sequence[Plan]) -> list[Hop]:
+    return list({hop.peer: hop for plan in plans for hop in plan.route}.values())
+
+
+def _dtype(hop: Hop) -> torch.dtype:
+    return getattr(torch, hop.hello["dtype"])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every number of ``narrow`` is one of ``wide``."""
+    return torch.promote_types(wide, narrow) == wide
 
 
 @contextmanager
@@ -192,12 +242,30 @@ def threads_set(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _by_cuts(plan: Plan, local: Any, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+def _by_cuts(plan: Plan, local: Any, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The reference as the flow runs: the same rows together, and each worker's layers in that worker's dtype."""
     outs = []
+    spans = [(local.cast(theirs), span) for theirs, span in _spans(plan, hidden.dtype)]
     for rows in plan.cuts:
-        bound, _ = plan.bound.part(rows, (plan.bound.start, plan.bound.stop))
-        outs.append(local.run(hidden[rows[0] : rows[1]].to(dtype), bound, dtype).to(hidden.dtype))
+        out = hidden[rows[0] : rows[1]]
+        for reference, span in spans:
+            bound, _ = plan.bound.part(rows, span)
+            run_in = dtype or reference.dtype
+            out = reference.run(out.to(run_in), bound, run_in).to(hidden.device, hidden.dtype)
+        outs.append(out)
     return torch.cat(outs)
+
+
+def _spans(plan: Plan, between: torch.dtype) -> list[tuple[torch.dtype, Span]]:
+    """The route's spans by dtype; neighbours are one where the hidden between them loses nothing."""
+    found: list[tuple[torch.dtype, Span]] = []
+    for hop in plan.route:
+        theirs = _dtype(hop)
+        if found and found[-1][0] == theirs and _holds(between, theirs):
+            found[-1] = theirs, (found[-1][1][0], hop.stop)
+        else:
+            found.append((theirs, hop.span))
+    return found
 
 
 def _at_tokens(ours: Tensor, expected: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -237,7 +305,7 @@ def _judge(
         why = f"not bitwise (max rel {gap:.2g}){known}; a side refused float64: {str(error)[:120]}"
         return Match("no fp64 verdict", why, outputs, reasons, None, sides)
     fell = gap / max(gaps) if max(gaps) else float("inf")
-    note = (f"max rel {gap:.3g} in {str(local.dtype).removeprefix('torch.')}, {max(gaps):.3g} in float64",)
+    note = (f"max rel {gap:.3g} in {_short(_dtype(plans[0].route[0]))}, {max(gaps):.3g} in float64",)
     if fell >= NOISE_FALLS_BY:
         why = f"rounding: in float64 the gap falls by {fell:.1e}{known}"
         return Match("noise", why, outputs, reasons, max(gaps), sides, note)

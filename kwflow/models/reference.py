@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from kwflow.blocks import precision, run, upcast
 from kwflow.bound import Bound
 from kwflow.edits import add_prompts, add_steer, token_positions
-from kwflow.errors import KwargError, SpanError
+from kwflow.errors import KwargError, SpanError, UnsupportedError
 from kwflow.models.checkpoint import model_path
 from kwflow.models.families import blank_inputs, family_of, layer_list
+from kwflow.models.quantize import mode_of
 from kwflow.models.spans import config_attention, load_span, model_name, quiet
 
 
@@ -27,25 +28,37 @@ class Reference(Protocol):
     name: str
     dtype: torch.dtype
     attention: str  # transformers' name of the attention implementation
+    quantization: str  # "int8", "nf4", …, or empty
+    device: torch.device
 
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
         """The layers ``[bound.start, bound.stop)`` on hidden, in ``dtype``."""
+        ...
+
+    def cast(self, dtype: torch.dtype) -> Reference:
+        """The same with its weights in ``dtype``, as a worker of that dtype reads them."""
         ...
 
 
 class Stream:
     """A model's files as a reference that never holds more than one layer."""
 
-    def __init__(self, model: str | os.PathLike[str], dtype: torch.dtype | str | None = None):
+    def __init__(
+        self, model: str | os.PathLike[str], dtype: torch.dtype | str | None = None, quantize: str | None = None
+    ):
         self.model, self._dtype = model, dtype
         self.name = f"{model_name(model)}, streamed"
-        first = load_span(model, 0, 1, dtype=dtype)
-        self.dtype, self.attention = first.dtype, first.identity["attention"]
+        first = load_span(model, 0, 1, dtype=dtype, quantize=quantize)
+        self.dtype, self.attention, self.device = first.dtype, first.identity["attention"], first.device
+        self.quantization: str = first.identity["quantization"]
+
+    def cast(self, dtype: torch.dtype) -> Reference:
+        return self if dtype == self.dtype else Stream(self.model, dtype, self.quantization)
 
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
         with torch.no_grad(), precision(dtype):
             for layer in range(bound.start, bound.stop):
-                spec = load_span(self.model, layer, layer + 1, dtype=self._dtype)
+                spec = load_span(self.model, layer, layer + 1, dtype=self._dtype, quantize=self.quantization)
                 params = spec.params if dtype == spec.dtype else upcast(spec.params, dtype)
                 own, _ = bound.part(None, (layer, layer + 1))
                 hidden = run(spec.blocks, params, hidden, own)
@@ -60,9 +73,16 @@ class HuggingFace:
         self.name = type(model).__name__
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.family, self.attention = family_of(model.config), config_attention(model)
+        self.quantization, self.device = mode_of(model), next(model.parameters()).device
+
+    def cast(self, dtype: torch.dtype) -> Reference:
+        return self if dtype == self.dtype or self.quantization else HuggingFace(_in_dtype(self.model, dtype))
 
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
-        model = self.model if dtype == self.dtype else _upcast(self.model, dtype)
+        if dtype != self.dtype and self.quantization:
+            raise UnsupportedError(f"{self.name} is quantized ({self.quantization}); it runs in {self.dtype} only")
+        model = self.model if dtype == self.dtype else _in_dtype(self.model, dtype)
+        hidden, bound = hidden.to(self.device), bound.with_tensors([t.to(self.device) for t in bound.tensors])
         base = getattr(model, model.base_model_prefix)
         layers = layer_list(base, self.family)
         if bound.stop > len(layers):
@@ -111,12 +131,12 @@ class HuggingFace:
         return seen[0]
 
 
-def _upcast(model: nn.Module, dtype: torch.dtype) -> Any:
-    """A copy with its parameters in another precision, as a worker upcasts them; buffers (rotary) stay."""
-    wide = copy.deepcopy(model)
-    for parameter in wide.parameters():
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
+    """A copy with its parameters in another precision, as a worker casts them; buffers (rotary) stay."""
+    other = copy.deepcopy(model)
+    for parameter in other.parameters():
         parameter.data = parameter.data.to(dtype)
-    return wide
+    return other
 
 
 def load_local(model: str | os.PathLike[str]) -> Any:

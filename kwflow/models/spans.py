@@ -17,6 +17,7 @@ from kwflow.models.checkpoint import Checkpoint, layer_hash, model_path
 from kwflow.models.experts import derivable_experts
 from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes
 from kwflow.models.prepare import cache_argument, recorder
+from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
 from kwflow.points import install
 from kwflow.schema import schema
@@ -53,6 +54,26 @@ def resolve_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:
     return getattr(torch, str(dtype))
 
 
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """``None`` is the CPU; ``"auto"`` is CUDA or MPS where torch sees one. Raises ModelError for what is not there."""
+    if device == "auto":
+        there = ("cuda" if torch.cuda.is_available() else "", "mps" if torch.backends.mps.is_available() else "")
+        device = next(filter(None, there), "cpu")
+    try:
+        found = torch.device(device or "cpu")
+    except RuntimeError as error:
+        raise ModelError(f"device {device!r}; give auto, cpu, cuda, cuda:1 or mps") from error
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ModelError(
+            f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices here; give auto or cpu"
+        )
+    if found.type == "mps" and not torch.backends.mps.is_available():
+        raise ModelError(f"device {device!r}: torch sees no MPS here; give auto or cpu")
+    if found.type not in ("cpu", "cuda", "mps"):
+        raise ModelError(f"device {device!r}; give auto, cpu, cuda, cuda:1 or mps")
+    return found
+
+
 def skeleton(config: Any, dtype: torch.dtype | None = None) -> Any:
     """The family's CausalLM without memory for its weights; what it makes itself has the dtype that it would have."""
     from transformers import AutoModelForCausalLM
@@ -86,8 +107,15 @@ def load_span(
     stop: int | None = None,
     *,
     dtype: torch.dtype | str | None = None,
+    quantize: str | None = None,
+    device: torch.device | str | None = None,
 ) -> SpanSpec:
-    """Read layers ``[start, stop)`` of a model, and no other tensor, as a SpanSpec."""
+    """Read layers ``[start, stop)`` of a model, and no other tensor, as a SpanSpec.
+
+    ``quantize``: ``"int8"`` or ``"nf4"``. ``device``: ``"cpu"`` (the default), ``"cuda"``, ``"cuda:1"``, ``"mps"`` or
+    ``"auto"``. Raises ModelError, SpanError, UnsupportedError.
+    """
+    mode, where = check_mode(quantize), resolve_device(device)
     config, folder = read_config(model)
     family, layers = family_of(config), int(config.num_hidden_layers)
     start, stop = start or 0, layers if stop is None else stop
@@ -98,6 +126,7 @@ def load_span(
     base, kinds = getattr(whole, whole.base_model_prefix), layer_kinds(config)
     sources, modules = Sources(whole, checkpoint, target), list(layer_list(base, family))[start:stop]
     prefix = f"{whole.base_model_prefix}.{family.layers}"
+    kept = kept_modules(whole) if mode else []
     fill_buffers(whole, base.get_submodule(family.layers.rpartition(".")[0]), skip=layer_list(base, family))
     prepare = recorder(whole.config, base, family, kinds)
     refused = {"position_ids": family.positions} if family.positions else {}
@@ -115,6 +144,9 @@ def load_span(
         layer.load_state_dict(own, assign=True)
         family.mend(layer)
         derivable_experts(layer)
+        layer.to(where)
+        if mode:
+            quantize_layer(layer, mode, name=f"{prefix}.{number}", kept=kept)
         install(layer, family.points)
         layer.requires_grad_(False).eval()
         params = dict(layer.named_parameters())
@@ -125,8 +157,9 @@ def load_span(
         "layers": hashes,
         "bytes_read": checkpoint.bytes_read,
         "model_layers": layers,
+        "quantization": mode,
     }
-    return SpanSpec(start, stop, tuple(blocks), taken, identity)
+    return SpanSpec(start, stop, tuple(blocks), taken, identity, dtype=target, device=where)
 
 
 def config_attention(model: Any) -> str:
@@ -140,10 +173,15 @@ def load_blocks(
     stop: int | None = None,
     *,
     dtype: torch.dtype | str | None = None,
+    quantize: str | None = None,
+    device: torch.device | str | None = None,
 ) -> list[tuple[Block, Mapping[str, Tensor]]]:
     """Layers of a model as ``[(block_fn, params)]``, for a notebook with no swarm at all.
 
     for block_fn, params in kf.load_blocks("smollm2-135m", 0, 3):
         hidden = block_fn(params, hidden, attention_mask=mask)
+
+    ``dtype``, ``quantize`` and ``device`` as a worker's; hidden and kwargs are given in that dtype on that device.
     """
-    return [(block, block.params) for block in load_span(model, start, stop, dtype=dtype).blocks]
+    spec = load_span(model, start, stop, dtype=dtype, quantize=quantize, device=device)
+    return [(block, block.params) for block in spec.blocks]

@@ -155,6 +155,8 @@ def local_swarm(
     workers: int | Sequence[Span] = 2,
     *,
     dtype: Any = None,
+    quantize: str | None = None,
+    device: Any = None,
     threads: int = 1,
     block_fn: Callable[..., Any] | str | None = None,
     timeout: float = READY_SECONDS,
@@ -164,7 +166,9 @@ def local_swarm(
         with kf.local_swarm("smollm2-135m", workers=[(0, 10), (10, 30)]) as swarm:
             flow = kf.connect(swarm.model, peers=swarm.peers)
 
-    ``workers``: how many (they split the layers evenly), or their spans. ``threads``: torch threads of each.
+    ``workers``: how many (they split the layers evenly), or their spans. ``threads``: torch threads of each. ``dtype``:
+    auto (the checkpoint's, the default), float32, bfloat16 or float16. ``quantize``: int8 or nf4. ``device``: cpu (the
+    default), auto, cuda, cuda:1 or mps.
     ``block_fn``: the workers' own block function, as ``"pkg.mod:fn"`` or a function of this process (a notebook's),
     which travels over their pipes. ``timeout``: seconds until all must serve. They end with this process, however it
     ends; an interrupt leaves them alone.
@@ -175,6 +179,9 @@ def local_swarm(
     command = [sys.executable, "-m", "kwflow", "worker", name, "--threads", str(threads)]
     if dtype is not None:
         command += ["--dtype", str(dtype).removeprefix("torch.")]
+    if quantize:
+        command += ["--quantize", quantize]
+    command += ["--device", str(device or "cpu")]
     if isinstance(block_fn, str):
         command += ["--block-fn", block_fn]
     function = b"" if block_fn is None or isinstance(block_fn, str) else _pickled(block_fn)

@@ -22,9 +22,18 @@ from kwflow.swarm.lifetime import Parent
 from kwflow.swarm.worker import Served
 
 
-def load(model: str, start: int, stop: int, dtype: str, fn: Callable[..., Any] | None) -> SpanSpec:
-    """Read the span's weights; put the worker's own block_fn around each block."""
-    spec = load_span(model, start, stop, dtype=dtype)
+def load(
+    model: str,
+    start: int,
+    stop: int,
+    dtype: str,
+    fn: Callable[..., Any] | None,
+    *,
+    quantize: str | None = None,
+    device: str | None = None,
+) -> SpanSpec:
+    """Read the span's weights onto the device; put the worker's own block_fn around each block."""
+    spec = load_span(model, start, stop, dtype=dtype, quantize=quantize, device=device)
     return spec if fn is None else with_block_fn(spec, fn, function_id(fn))
 
 
@@ -71,7 +80,9 @@ async def serve(
             if parent is not None:
                 parent.ready(peer=node.peer_id, addrs=node.addrs, span=[spec.start, spec.stop])
             else:
-                print(f"serving layers {spec.start}:{spec.stop} of {model_name(model)} at {node.addrs[0]}", flush=True)
+                runs = " ".join(filter(None, [spec.identity["quantization"], str(spec.dtype)[6:], f"on {spec.device}"]))
+                where = f"layers {spec.start}:{spec.stop} of {model_name(model)}, {runs},"
+                print(f"serving {where} at {node.addrs[0]}", flush=True)
             stop, loop = asyncio.Event(), asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, stop.set)

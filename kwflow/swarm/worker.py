@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kwflow import __version__
 from kwflow.axes import describe
-from kwflow.blocks import SpanSpec, precision, run, upcast
+from kwflow.blocks import SpanSpec, out_of_memory, precision, run, upcast
 from kwflow.bound import Bound
 from kwflow.derive import evaluate
 from kwflow.errors import (
@@ -119,7 +119,10 @@ class Session:
     mask: Tensor | None = None  # (batch, max_length) bool, once a column was masked
 
     def column_mask(self, given: Tensor | None, start: int, seq: int) -> Tensor | None:
-        """Remember this step's columns of the 2-D mask and return it up to their end; None while nothing is masked."""
+        """Remember this step's columns of the 2-D mask and return it up to their end; None while nothing is masked.
+
+        It stays on the CPU, where it came from and where its values are looked at.
+        """
         if given is not None and self.mask is None and not bool(given.all()):
             self.mask = torch.ones(self.batch, self.kv.max_length, dtype=torch.bool)
         if self.mask is None:
@@ -151,10 +154,12 @@ class Served:
         return {
             "protocol": PROTOCOL,
             "version": __version__,
-            "features": list(FEATURES),
+            "features": features(spec),
             "model": self.model,
             "span": [spec.start, spec.stop],
-            "dtype": str(spec.dtype).removeprefix("torch."),
+            "dtype": _name(spec.dtype),
+            "quantization": spec.identity.get("quantization", ""),
+            "device": str(spec.device),
             "schema": spec.schema.to_json(),
             "limits": self.limits,
             "fingerprint": fingerprint(spec, self.compute.threads),
@@ -168,7 +173,7 @@ class Served:
         self.compute.stop()
 
     def kv_size(self, batch: int, max_length: int, layers: int) -> int:
-        sizes, item = self.spec.schema.sizes, torch.empty((), dtype=self.spec.dtype).element_size()
+        sizes, item = self.spec.schema.sizes, self.spec.dtype.itemsize
         return batch * max_length * layers * 2 * sizes["kv_head"] * sizes["head_dim"] * item
 
 
@@ -176,13 +181,23 @@ def fingerprint(spec: SpanSpec, threads: int) -> dict[str, Any]:
     """What must be equal on both sides for bitwise equal values (DESIGN law 1)."""
     return {
         "checkpoint": spec.identity.get("checkpoint", ""),
-        "dtype": str(spec.dtype).removeprefix("torch."),
+        "dtype": _name(spec.dtype),
+        "quantization": spec.identity.get("quantization", ""),
+        "device": processor(spec.device),
         "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
+        "matmul": torch.get_float32_matmul_precision(),  # "highest": no TF32, no bfloat16 inside float32 products
         "threads": threads,
         "attention": spec.identity.get("attention", ""),
         "block_fn": spec.identity.get("block_fn", ""),
     }
+
+
+def features(spec: SpanSpec) -> list[str]:
+    """What this worker can do."""
+    # int8 rounds activations, whatever the precision around it; MPS has no float64
+    lacks = {"float64"} if spec.identity.get("quantization") == "int8" or spec.device.type == "mps" else set()
+    return [feature for feature in FEATURES if feature not in lacks]
 
 
 class ClientConnection:
@@ -230,7 +245,7 @@ class ClientConnection:
             check_hidden(hidden, spec)
             check_bound(bound, spec.schema, _sizes(hidden))
         self._limit(hidden)
-        dtype = getattr(torch, meta["dtype"]) if meta.get("dtype") in ("float32", "float64") else spec.dtype
+        dtype = self._dtype(meta)
         blocks = spec.part(start, stop)
 
         def work() -> list[Tensor | None]:
@@ -243,9 +258,10 @@ class ClientConnection:
 
             with precision(dtype):
                 try:
-                    return list(evaluate(fn, operations, tensors))
+                    moved = [tensor.to(spec.device) for tensor in tensors]
+                    return [_home(result) for result in evaluate(fn, operations, moved)]
                 except (TypeError, ValueError, RuntimeError, IndexError) as error:
-                    if isinstance(error, KwflowError | torch.OutOfMemoryError):
+                    if isinstance(error, KwflowError) or out_of_memory(error):
                         raise
                     # what torch cannot derive here, it cannot on another worker
                     said = f"deriving layers {start}:{stop} ({operations}) raised {type(error).__name__}: {error}"
@@ -279,14 +295,15 @@ class ClientConnection:
                         session.reorder(rows, past)
                         session.reordered = number
                 given, mine = _take_mask(bound)
+                mine = mine.with_tensors([tensor.to(spec.device) for tensor in mine.tensors])
                 mask = session.column_mask(given, past, seq)
+                mask = None if mask is None else mask.to(spec.device)
                 session.length = past  # what stands behind is cropped, also when this step fails
                 params = [block.params for block in blocks]
-                out = run(
-                    blocks, params, hidden.to(spec.dtype), mine, past=past, attention_mask=mask, kv=session.kv
-                ).to(hidden.dtype)
+                entering = hidden.to(spec.device, spec.dtype)
+                out = run(blocks, params, entering, mine, past=past, attention_mask=mask, kv=session.kv)
                 session.length = past + seq
-                return out
+                return out.to(hidden.dtype).cpu()
 
         out, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
         return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, [out])
@@ -317,6 +334,15 @@ class ClientConnection:
             )
         return self.session
 
+    def _dtype(self, meta: Mapping[str, Any]) -> torch.dtype:
+        """The precision of this call: the worker's, or a wider one that the client asks for."""
+        if meta.get("dtype") not in ("float32", "float64"):
+            return self.served.spec.dtype
+        if meta["dtype"] == "float64" and "float64" not in features(self.served.spec):
+            kind = self.served.spec.identity.get("quantization") or self.served.spec.device
+            raise UnsupportedError(f"this worker runs {kind}, which has no float64: there is no fp64 verdict")
+        return getattr(torch, meta["dtype"])
+
     def _span(self, meta: Mapping[str, Any]) -> tuple[int, int]:
         said = meta.get("span")
         if not (isinstance(said, list) and len(said) == 2 and all(type(layer) is int for layer in said)):
@@ -333,6 +359,20 @@ class ClientConnection:
         tokens = hidden.numel() // max(1, self.served.spec.schema.sizes["hidden"])
         if tokens > self.served.limits["batch_tokens"]:
             raise BudgetError(f"{tokens} tokens in one request; this worker takes {self.served.limits['batch_tokens']}")
+
+
+def processor(device: torch.device) -> str:
+    """What computes: a CUDA device's kernels depend on its kind."""
+    return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _home(result: Tensor | None) -> Tensor | None:
+    """A result on the CPU, on its way into bytes: here, so that the copy is the compute thread's and is timed."""
+    return None if result is None else result.cpu()
 
 
 def check_hidden(hidden: Tensor, spec: SpanSpec) -> None:
