@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+NAME_LENGTH = 200  # characters
 HEAD_BYTES = 4096  # of each tensor, in a checkpoint id
 
 
@@ -81,6 +82,14 @@ def model_name(model: str | os.PathLike[str]) -> str:
         return snap.repo.rpartition("/")[2]
     repo = None if path.exists() else hub.parse(name)
     return repo.id.rpartition("/")[2] if repo else path.name.removesuffix(".gguf")
+
+
+def swarm_name(model: str | os.PathLike[str], name: str | None = None) -> str:
+    """The name that somebody chose for a model in a swarm, else ``model_name``. Raises ModelError."""
+    chosen = model_name(model) if name is None else name
+    if not (0 < len(chosen) <= NAME_LENGTH and chosen.isprintable() and chosen.strip() == chosen):
+        raise ModelError(f"a swarm calls a model by 1 to {NAME_LENGTH} printable characters, not {chosen[:200]!r}")
+    return chosen
 
 
 def _local(path: Path) -> Path:

@@ -157,6 +157,7 @@ def local_swarm(
     dtype: Any = None,
     threads: int = 1,
     block_fn: Callable[..., Any] | str | None = None,
+    name: str | None = None,
     timeout: float = READY_SECONDS,
 ) -> LocalSwarm:
     """Start real worker processes on this machine and wait until they serve.
@@ -166,20 +167,23 @@ def local_swarm(
 
     ``workers``: how many (they split the layers evenly), or their spans. ``threads``: torch threads of each.
     ``block_fn``: the workers' own block function, as ``"pkg.mod:fn"`` or a function of this process (a notebook's),
-    which travels over their pipes. ``timeout``: seconds until all must serve. They end with this process, however it
-    ends; an interrupt leaves them alone.
+    which travels over their pipes. ``name``: what the swarm calls the model, if not the last part of its path or id;
+    ``kf.connect`` takes it too. ``timeout``: seconds until all must serve. They end with this process, however it ends;
+    an interrupt leaves them alone.
 
     Raises SpanError, KwargError; what a worker says when it cannot serve, with the end of its log; else WorkerFailed.
     """
-    name = os.fspath(model)
-    command = [sys.executable, "-m", "kwflow", "worker", name, "--threads", str(threads)]
+    where = os.fspath(model)
+    command = [sys.executable, "-m", "kwflow", "worker", where, "--threads", str(threads)]
+    if name is not None:
+        command += ["--name", name]
     if dtype is not None:
         command += ["--dtype", str(dtype).removeprefix("torch.")]
     if isinstance(block_fn, str):
         command += ["--block-fn", block_fn]
     function = b"" if block_fn is None or isinstance(block_fn, str) else _pickled(block_fn)
-    spans = _spans(name, workers)
-    swarm = LocalSwarm(name, command, threads=threads, function=function, timeout=timeout)
+    spans = _spans(where, workers)
+    swarm = LocalSwarm(where, command, threads=threads, function=function, timeout=timeout)
     try:
         swarm.start(spans)
     except BaseException:
