@@ -22,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Argument(help="a folder, a hub id, or smollm2-135m")]
+Model = Annotated[str, typer.Argument(help="a folder, a .gguf file, a hub id (user/name@revision), or smollm2-135m")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16; auto is the checkpoint's")]
 Quantize = Annotated[str, typer.Option(help="int8 or nf4, by bitsandbytes")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps")]
@@ -48,6 +48,7 @@ def worker(
     quantize: Quantize = "",
     device: Device = "auto",
     block_fn: Annotated[str, typer.Option(help="the worker's own block function, pkg.mod:fn")] = "",
+    name: Annotated[str | None, typer.Option(help="what the swarm calls the model, if not as its folder or id")] = None,
     listen: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: int = 0,
     public: Annotated[bool, typer.Option(help="ask for UPnP, relays and auto-NAT")] = False,
@@ -65,13 +66,15 @@ def worker(
             own = parent.receive_function() or own
         import torch
 
+        from kwflow.models.checkpoint import swarm_name
         from kwflow.swarm.serve import load, serve
 
+        called = swarm_name(model, name)
         torch.set_num_threads(threads)
         spec = load(model, start, stop, dtype, own, quantize=quantize, device=device)
         peers = parent.receive_peers() if parent is not None else join or []
         work = serve(
-            spec, model, join=peers, listen=listen, port=port, public=public, kv_bytes=kv_mb << 20, parent=parent
+            spec, called, join=peers, listen=listen, port=port, public=public, kv_bytes=kv_mb << 20, parent=parent
         )
         asyncio.run(work)
     except Exception as error:

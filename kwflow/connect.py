@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from kwflow.errors import KwargError, KwflowError, ModelError, NoRoute, WorkerFa
 from kwflow.flow import Flow
 from kwflow.plan import Hop
 from kwflow.schema import Schema
-from kwflow.swarm.routing import Serves, plan
+from kwflow.swarm.routing import Serves, covers, plan
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message
 
@@ -46,23 +46,51 @@ class KnownPeers:
         self._banned: dict[str, tuple[float, int]] = {}  # peer -> until when, failures in a row
 
     async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
-        """Hops that cover ``[start, stop)``; a worker that does not answer hello is left out."""
+        """Hops that cover ``[start, stop)``; a worker that does not answer hello, or serves other weights, is left out.
+
+        Raises NoRoute; ModelError when only workers with other weights are left.
+        """
         tried: set[str] = set()
         while True:
             now = time.monotonic()
             banned = {peer for peer, (until, _) in self._banned.items() if until > now}
+            view = [worker for worker in self._view() if self._weights(worker) in ("", self.checkpoint)]
             try:
-                hops = plan(self._view(), start, stop, blocked={*blocked, *tried, *banned})
+                hops = plan(view, start, stop, blocked={*blocked, *tried, *banned})
             except NoRoute:
                 try:  # better a worker that failed lately than none
-                    hops = plan(self._view(), start, stop, blocked={*blocked, *tried})
+                    hops = plan(view, start, stop, blocked={*blocked, *tried})
                 except NoRoute as error:
+                    self._refuse_others(start, stop)
                     raise error from self.last_failure
             try:
-                return [Hop(peer, a, b, await self._hello(peer)) for peer, a, b in hops]
+                route = [Hop(peer, a, b, await self._hello(peer)) for peer, a, b in hops]
             except WorkerFailed as error:
                 self.failed(error)
                 tried.add(error.peer or "")
+                continue
+            if all(_checkpoint(hop.hello) == self.checkpoint for hop in route) or not self.checkpoint:
+                return route
+
+    def _weights(self, worker: Serves) -> str:
+        """The checkpoint that a worker serves, by its own word or else the directory's; "" where it does not matter."""
+        if not self.checkpoint:
+            return ""
+        hello = self._hellos.get(worker.peer)
+        return worker.checkpoint if hello is None else _checkpoint(hello) or "unknown"
+
+    def _refuse_others(self, start: int, stop: int) -> None:
+        """Raise ModelError if the layers could be had, but for the weights."""
+        view = self._view()
+        theirs = {worker.peer: self._weights(worker) for worker in view}
+        ours = [worker for worker in view if theirs[worker.peer] in ("", self.checkpoint)]
+        if not covers(ours, start, stop) and covers(view, start, stop):
+            others = [f"{one[:16]} on {peer[-8:]}" for peer, one in sorted(theirs.items()) if one != self.checkpoint]
+            raise ModelError(
+                f"layers {start}:{stop} are served with other weights: this client's checkpoint is "
+                f"{self.checkpoint[:16]}, the swarm's {', '.join(others)}; both must come from the same files "
+                f"(a hub id can name a commit, user/name@commit)"
+            )
 
     async def _hello(self, peer: str) -> dict[str, Any]:
         if peer not in self._hellos:
@@ -70,12 +98,6 @@ class KnownPeers:
             hello = reply.meta.get("hello")
             if not isinstance(hello, dict):
                 raise WorkerFailed("answered hello with something else", peer=peer)
-            theirs = hello.get("fingerprint", {}).get("checkpoint", "")
-            if self.checkpoint and theirs != self.checkpoint:
-                raise ModelError(
-                    f"worker {peer[-8:]} serves other weights: its checkpoint is {theirs[:16]}, "
-                    f"this client's is {self.checkpoint[:16]}; both must come from the same files"
-                )
             hello["schema"] = Schema.from_json(hello["schema"])
             self._hellos[peer] = hello
             self._banned.pop(peer, None)
@@ -111,8 +133,15 @@ def _end(pool: link.Pool, stop: Callable[[], Awaitable[None]] | None) -> None:
         log.info("closing links: %s", error)
 
 
+def _checkpoint(hello: Mapping[str, Any]) -> str:
+    fingerprint = hello.get("fingerprint")
+    return str(fingerprint.get("checkpoint", "")) if isinstance(fingerprint, dict) else ""
+
+
 class _Here:
     """A worker in this process, as routing sees it."""
+
+    checkpoint = ""  # it is asked
 
     def __init__(self, peer: str, served: Served):
         self.peer, self.start, self.stop = peer, served.spec.start, served.spec.stop
@@ -139,6 +168,7 @@ def connect(
     quantize: str | None = None,
     device: torch.device | str | None = None,
     block_fn: Callable[..., torch.Tensor] | None = None,
+    name: str | None = None,
     timeout: float = 30.0,
 ) -> Flow:
     """Connect to the workers of a model: a Flow over all its layers.
@@ -148,14 +178,15 @@ def connect(
 
     ``peers``: multiaddresses of some members of the swarm. ``dtype``: of this client's embeddings and head, and of the
     blocks in this process; workers have their own, and answer in the caller's. ``quantize`` (int8 or nf4), ``device``
-    and ``block_fn``: in this process only. ``timeout``: seconds to join the swarm.
-    Raises ModelError, KwargError, NoRoute, WorkerFailed.
+    and ``block_fn``: in this process only. ``name``: what the swarm calls the model (``kwflow worker --name``), if not
+    the last part of its path or id; of workers with that name, those with this client's weights are used.
+    ``timeout``: seconds to join the swarm. Raises ModelError, KwargError, NoRoute, WorkerFailed.
     """
     if peers is not None:
-        for name, value in {"quantize": quantize, "device": device, "block_fn": block_fn}.items():
+        for option, value in {"quantize": quantize, "device": device, "block_fn": block_fn}.items():
             if value is not None:
-                raise KwargError(f"{name} belongs to the workers: start them with it (kf.local_swarm(…, {name}=…))")
-    from kwflow.models.checkpoint import Checkpoint
+                raise KwargError(f"{option} belongs to the workers: start them with it (kf.local_swarm(…, {option}=…))")
+    from kwflow.models.checkpoint import Checkpoint, swarm_name
     from kwflow.models.ends import ModelEnds
 
     ends = ModelEnds(model, dtype)
@@ -172,7 +203,7 @@ def connect(
         if isinstance(peers, str):
             peers = [peers]
         checkpoint = Checkpoint(ends.folder).checkpoint_id()
-        known = link.run(_join(ends.name, ends.layers, list(peers), checkpoint, timeout), timeout + 5.0)
+        known = link.run(_join(swarm_name(model, name), ends.layers, list(peers), checkpoint, timeout), timeout + 5.0)
     return Flow(ends, known, (0, ends.layers))
 
 

@@ -23,7 +23,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from kwflow.errors import ModelError
-from kwflow.models.embedded import EMBEDDED, cache_folder, embedded_file, embedded_folder
+from kwflow.models.embedded import EMBEDDED, embedded_file, embedded_folder
+from kwflow.models.gguf import cache_folder
 
 GIB = 1 << 30
 CHECKED = ("torch", "transformers", "hivemind", "safetensors", "einops")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from kwflow.errors import ModelError
-from kwflow.models import checkpoint, embedded
-from kwflow.models.checkpoint import HEAD_BYTES, Checkpoint, layer_count, layer_hash, model_path
+from kwflow.models import checkpoint, embedded, gguf
+from kwflow.models.checkpoint import HEAD_BYTES, Checkpoint, layer_count, layer_hash, model_name, model_path
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -260,7 +259,7 @@ def test_layer_count_refuses_what_declares_none(tmp_path: Path) -> None:
         layer_count(tmp_path)
 
 
-# ---------------------------------------------------------------- the hub
+# ---------------------------------------------------------------- the hub's cache; the hub itself: test_hub.py
 
 
 def test_a_hub_id_in_the_cache_works_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,42 +272,26 @@ def test_a_hub_id_in_the_cache_works_without_a_network(tmp_path: Path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert model_path("org/name") == folder
     assert layer_count("org/name") == 2
-    next(folder.glob("*.safetensors")).unlink()
-    with pytest.raises(ModelError, match="no model 'org/name'"):
+    ckpt, absent = Checkpoint(folder), min(folder.glob("*.safetensors"))
+    absent.unlink()
+    assert layer_count("org/name") == 2
+    equal(ckpt.read(["layers.0.a"]), {"layers.0.a": tensors()["layers.0.a"]})  # in the other file
+    with pytest.raises(ModelError, match=r"cannot get org/name@0000.*HF_HUB_OFFLINE"):
         model_path("org/name")
+    with pytest.raises(ModelError, match=r"cannot get org/name@0000.*HF_HUB_OFFLINE"):
+        ckpt.read(["embed"])
 
 
-def test_a_hub_download_asks_only_for_what_the_index_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-    from huggingface_hub.utils import filter_repo_objects
-
-    there = save(tmp_path / "there", tensors(), shards=2)
-    for extra in ("pytorch_model.bin", "consolidated.safetensors", "tokenizer.json", "model.py"):
-        (there / extra).write_bytes(b"x")
-    (there / "original").mkdir()
-    shutil.copy(there / "config.json", there / "original")
-    here = tmp_path / "here"
-    here.mkdir()
-
-    def snapshot(
-        repo: str, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool = False
-    ) -> str:
-        files = [str(path.relative_to(there)) for path in there.rglob("*") if path.is_file() and not local_files_only]
-        for file in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
-            (here / file).parent.mkdir(exist_ok=True)
-            shutil.copy(there / file, here / file)
-        return str(here)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert model_path("org/name") == here
-    assert Checkpoint(here).names() == Checkpoint(there).names()
-    absent = {file.name for file in there.iterdir()} - {file.name for file in here.iterdir()}
-    assert absent == {"pytorch_model.bin", "consolidated.safetensors", "model.py", "original"}
-
-
-def test_a_misspelt_embedded_name_gets_a_hint() -> None:
-    with pytest.raises(ModelError, match=r"Did you mean 'smollm2-135m'\?"):
-        model_path("smollm2-135")
+def test_what_a_swarm_calls_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--org--name-7b" / "snapshots" / ("0" * 40)
+    names = {"smollm2-135m": "smollm2-135m", "org/name-7b": "name-7b", "org/name-7b@v1.0": "name-7b"}
+    files = {str(snapshot): "name-7b", str(tmp_path / "mine"): "mine", f"{tmp_path}/a/../mine/": "mine"}
+    ggufs = {str(tmp_path / "a.b-q4.gguf"): "a.b-q4"}
+    for model, name in {**names, **files, **ggufs}.items():
+        assert model_name(model) == name
+    (tmp_path / "some@thing").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert model_name("some@thing") == "some@thing"  # a folder goes before the hub
 
 
 # ---------------------------------------------------------------- the embedded model
@@ -316,13 +299,13 @@ def test_a_misspelt_embedded_name_gets_a_hint() -> None:
 
 def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KWFLOW_CACHE", str(tmp_path / "a"))
-    assert embedded.cache_folder() == tmp_path / "a"
+    assert gguf.cache_folder() == tmp_path / "a"
     monkeypatch.delenv("KWFLOW_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
-    assert embedded.cache_folder() == tmp_path / "b" / "kwflow"
+    assert gguf.cache_folder() == tmp_path / "b" / "kwflow"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert embedded.cache_folder() == tmp_path / ".cache" / "kwflow"
+    assert gguf.cache_folder() == tmp_path / ".cache" / "kwflow"
 
 
 def test_a_missing_package_is_an_error_with_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:

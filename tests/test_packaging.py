@@ -37,8 +37,9 @@ PARTS = {
     "client": ["plan", "flow", "session"],
     "research": ["verify", "steering", "adapters"],
     "models": [
-        *("models", "models.families", "models.spans", "models.checkpoint", "models.embedded", "models.reference"),
-        "models.quantize",
+        *("models", "models.families", "models.spans", "models.prepare", "models.weights", "models.experts"),
+        *("models.quantize", "models.reference"),
+        *("models.checkpoint", "models.shard", "models.hub", "models.gguf", "models.embedded"),
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from kwflow.errors import KwargError, UnknownKwarg, UnsupportedError, did_you_mean
 from kwflow.flow import Flow
 from kwflow.kwargs import PerLayer
-from kwflow.models.checkpoint import model_path
+from kwflow.models.checkpoint import find_model
 from kwflow.models.ends import ModelEnds, bridged
 from kwflow.models.prepare import cache_argument
 from kwflow.models.spans import model_name
@@ -303,7 +303,7 @@ class AutoDistributedModelForCausalLM:
         ends = flow.ends
         if not isinstance(ends, ModelEnds):
             raise KwargError("flow= takes what kf.connect returns")
-        if str(model_path(model)) != str(ends.folder):
+        if str(find_model(model)) != str(ends.folder):
             raise KwargError(f"flow= serves {ends.name}, not {model_name(model)}")
         shell: Any = ends.shell
         if not isinstance(shell, Distributed):

@@ -1,7 +1,7 @@
 """A model's files: find the folder, and read from it only the tensors that are asked for.
 
-Only safetensors and JSON are read, never a pickle (law 8). Imports errors and embedded; torch, safetensors and
-huggingface_hub only inside the functions that need them; nothing of the network or the swarm.
+Only safetensors and JSON are read, never a pickle (law 8). Imports errors, embedded, gguf, hub and shard; torch and
+safetensors only inside the functions that need them; nothing of the swarm.
 """
 
 from __future__ import annotations
@@ -9,47 +9,103 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kwflow.errors import ModelError, did_you_mean
+from kwflow.models import hub
 from kwflow.models.embedded import EMBEDDED, embedded_model
+from kwflow.models.gguf import converted
+from kwflow.models.shard import Entry, Span, file_size, read_header, read_parts
 
 if TYPE_CHECKING:
     import torch
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+NAME_LENGTH = 200  # characters
 HEAD_BYTES = 4096  # of each tensor, in a checkpoint id
-HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 
 
 # ---------------------------------------------------------------- from a name to a folder
 
 
 def model_path(model: str | os.PathLike[str]) -> Path:
-    """Find a model's folder in Hugging Face layout: the embedded model, a local folder, or a hub id.
+    """Find a model's folder in Hugging Face layout: the embedded model, a local folder, a GGUF file, or a hub id.
 
     >>> folder = model_path("smollm2-135m")  # converted once (half a minute) into kwflow's cache folder
     >>> model_path(folder) == folder  # a local folder is looked at and returned
     True
 
-    A hub id such as ``"HuggingFaceTB/SmolLM2-135M"`` is looked up in huggingface_hub's cache, which is used as it is,
-    without asking the network for something newer; what is not there is downloaded, .bin files never.
+    A hub id may name a branch, tag or commit: ``"HuggingFaceTB/SmolLM2-135M@main"``. huggingface_hub's cache is used as
+    it is, without asking the network for something newer; what is not there is downloaded, .bin files never.
+    A GGUF file, or a folder with one, is converted once into kwflow's cache folder.
     Returns an absolute path. Raises ModelError, which says what to do.
     """
+    folder = find_model(model)
+    if hub.snapshot_of(folder):
+        hub.fetch(folder, _files(folder))
+    return check_folder(folder)
+
+
+def find_model(model: str | os.PathLike[str]) -> Path:
+    """As ``model_path``, but of a hub repository the weight files come when a Checkpoint reads from them."""
     name = os.fspath(model)
     if name in EMBEDDED:
         return embedded_model(name)
-    folder = Path(name).expanduser()
-    if name and folder.is_dir():
-        return check_folder(folder.absolute())
-    if name and folder.exists():
-        raise ModelError(f"{name!r} is a file; a model is a folder with {CONFIG} and *.safetensors")
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", name):
-        return _hub_folder(name)
-    raise ModelError(f"no model folder at {name!r}")
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return _local(path.absolute())
+    repo = hub.parse(name)
+    if repo is None:
+        raise ModelError(f"no model folder at {name!r}")
+    try:
+        folder = hub.snapshot(repo)
+        if not (folder / CONFIG).is_file():
+            raise ModelError(f"{name} on the hub has no {CONFIG}; a model is a repository in Hugging Face layout")
+        _files(folder)
+    except ModelError as error:
+        hint = did_you_mean(name, EMBEDDED)
+        raise (ModelError(f"{error}.{hint}") if hint else error) from error.__cause__
+    return folder
+
+
+def model_name(model: str | os.PathLike[str]) -> str:
+    """What a swarm calls a model if nobody says otherwise: the last part of its path or hub id, without the user's.
+
+    >>> model_name("HuggingFaceTB/SmolLM2-135M@main"), model_name("/models/tiny.gguf")
+    ('SmolLM2-135M', 'tiny')
+    """
+    name = os.fspath(model)
+    path = Path(os.path.normpath(Path(name).expanduser()))
+    if snap := hub.snapshot_of(path):
+        return snap.repo.rpartition("/")[2]
+    repo = None if path.exists() else hub.parse(name)
+    return repo.id.rpartition("/")[2] if repo else path.name.removesuffix(".gguf")
+
+
+def swarm_name(model: str | os.PathLike[str], name: str | None = None) -> str:
+    """The name that somebody chose for a model in a swarm, else ``model_name``. Raises ModelError."""
+    chosen = model_name(model) if name is None else name
+    if not (0 < len(chosen) <= NAME_LENGTH and chosen.isprintable() and chosen.strip() == chosen):
+        raise ModelError(f"a swarm calls a model by 1 to {NAME_LENGTH} printable characters, not {chosen[:200]!r}")
+    return chosen
+
+
+def _local(path: Path) -> Path:
+    """A folder here, as it is, or what a GGUF file here is converted to."""
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelError(
+                f"{str(path)!r} is a file; a model is a folder with {CONFIG} and *.safetensors, or a .gguf"
+            )
+        return converted(path)
+    ggufs = sorted(path.glob("*.gguf"))
+    if ggufs and not (path / CONFIG).is_file():
+        if len(ggufs) > 1:
+            raise ModelError(f"{path} has several .gguf files; name one of: {', '.join(file.name for file in ggufs)}")
+        return converted(ggufs[0])
+    return path if hub.snapshot_of(path) else check_folder(path)
 
 
 def check_folder(folder: Path) -> Path:
@@ -68,7 +124,7 @@ def layer_count(model: str | os.PathLike[str]) -> int:
     >>> layer_count("smollm2-135m")
     30
     """
-    folder = model_path(model)
+    folder = find_model(model)
     config = read_json(folder / CONFIG)
     for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
         count = config.get(key)
@@ -93,41 +149,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _hub_folder(repo: str) -> Path:
-    """A hub repository's snapshot: JSON and tokenizer files first, then the weight files that its index names."""
-    from huggingface_hub import snapshot_download
-
-    small = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
-
-    def fetch(patterns: list[str], **kwargs: Any) -> Path:
-        return Path(snapshot_download(repo, allow_patterns=patterns, ignore_patterns=["*/*"], **kwargs))
-
-    try:
-        return check_folder(fetch(small, local_files_only=True))
-    except (OSError, ModelError):  # not in the cache, or not all of it
-        pass
-    try:
-        folder = fetch(small)
-        if (folder / CONFIG).is_file():
-            files = {WEIGHTS} if not (folder / INDEX).is_file() else set(_index(folder).values())
-            folder = fetch(small + sorted(files))
-        return check_folder(folder)
-    except Exception as error:  # huggingface_hub raises its own, httpx's and the system's: for the caller they are one
-        why = (str(error).splitlines() or ["no reason given"])[0]
-        raise ModelError(
-            f"no model {repo!r}: not a folder here, not whole in the hub's cache, and the hub gave none "
-            f"({type(error).__name__}: {why}).{did_you_mean(repo, EMBEDDED)}"
-        ) from error
-
-
 # ---------------------------------------------------------------- tensors
-
-
-class _Entry(NamedTuple):
-    dtype: str  # as safetensors writes it: "F32", "BF16", …
-    shape: tuple[int, ...]
-    start: int  # byte offsets in the file
-    stop: int
 
 
 class Checkpoint:
@@ -138,14 +160,17 @@ class Checkpoint:
     >>> len(params), ckpt.bytes_read  # bytes of tensor data read so far; headers are not counted
     (9, 14160384)
 
-    Shards that are not needed are not opened, so they need not be there. Raises ModelError for a missing or torn file.
+    Shards that are not needed are not opened, so they need not be there; in the hub's cache those that are needed are
+    downloaded. Raises ModelError for a missing or torn file.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
         self.bytes_read = 0
-        self._headers: dict[str, dict[str, _Entry]] = {}
+        self._headers: dict[str, dict[str, Entry]] = {}
         files = _files(self.folder)
+        if len(files) == 1:
+            self._download(files)
         self._file_of = _index(self.folder) if len(files) > 1 else dict.fromkeys(self._header(files[0]), files[0])
 
     def names(self) -> tuple[str, ...]:
@@ -153,10 +178,15 @@ class Checkpoint:
         return tuple(sorted(self._file_of))
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-        """Read these tensors, in this order; floating ones are cast to ``dtype``, others keep theirs."""
+        """Read these tensors, in this order; floating ones are cast to ``dtype``, others keep theirs.
+
+        Those that keep theirs are mapped from the file: they take memory as they are used, which the system may take
+        back; a cast one is a copy, and its source is unmapped.
+        """
         from safetensors import SafetensorError, safe_open
 
         names = list(dict.fromkeys(names))
+        self._download(self._file_of[name] for name in names if name in self._file_of)
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self._where(name)[0], []).append(name)
@@ -173,32 +203,52 @@ class Checkpoint:
         return {name: found[name] for name in names}
 
     def checkpoint_id(self) -> str:
-        """Hash every tensor's name, dtype, shape and first 4 KiB, sorted by name; sharding does not change it."""
+        """Hash every tensor's name, dtype, shape and first 4 KiB, sorted by name; sharding does not change it.
+
+        Of shards that only the hub has, these parts alone are fetched, once for each commit.
+        """
+        absent = any(not (self.folder / file).is_file() for file in set(self._file_of.values()))
+        if absent and hub.snapshot_of(self.folder) and (known := hub.remembered_id(self.folder)):
+            return known
+        by_file: dict[str, list[str]] = {}
+        for name in self.names():
+            by_file.setdefault(self._file_of[name], []).append(name)
+        heads: dict[str, bytes] = {}
+        for file, names in sorted(by_file.items()):
+            entries = [self._where(name)[1] for name in names]
+            spans = [(entry.start, min(entry.start + HEAD_BYTES, entry.stop)) for entry in entries]
+            heads.update(zip(names, self._parts(file, spans), strict=True))
+        self.bytes_read += sum(map(len, heads.values()))
         digest = hashlib.sha256()
-        entries = {name: self._where(name) for name in self.names()}
-        files = {file: (self.folder / file).open("rb") for file in sorted({file for file, _ in entries.values()})}
-        try:
-            for name, (file, entry) in entries.items():
-                files[file].seek(entry.start)
-                head = files[file].read(min(HEAD_BYTES, entry.stop - entry.start))
-                self.bytes_read += len(head)
-                digest.update(json.dumps([name, entry.dtype, entry.shape]).encode() + b"\n" + head)
-        finally:
-            for handle in files.values():
-                handle.close()
+        for name in self.names():
+            entry = self._where(name)[1]
+            digest.update(json.dumps([name, entry.dtype, entry.shape]).encode() + b"\n" + heads[name])
+        if absent:
+            hub.remember_id(self.folder, digest.hexdigest())
         return digest.hexdigest()
 
-    def _where(self, name: str) -> tuple[str, _Entry]:
+    def _download(self, files: Iterable[str]) -> None:
+        if hub.snapshot_of(self.folder):
+            hub.fetch(self.folder, files)
+
+    def _where(self, name: str) -> tuple[str, Entry]:
         file = self._file_of.get(name)
         entry = self._header(file).get(name) if file else None
         if file is None or entry is None:
             raise ModelError(f"{self.folder} has no tensor {name!r}.{did_you_mean(name, self._file_of)}")
         return file, entry
 
-    def _header(self, file: str) -> dict[str, _Entry]:
+    def _header(self, file: str) -> dict[str, Entry]:
         if file not in self._headers:
-            self._headers[file] = _read_header(self.folder / file)
+            path, snap = self.folder / file, hub.snapshot_of(self.folder)
+            size = hub.list_files(snap).get(file, 0) if snap and not path.is_file() else file_size(path)
+            self._headers[file] = read_header(path, size, lambda span: self._parts(file, [span])[0])
         return self._headers[file]
+
+    def _parts(self, file: str, spans: Sequence[Span]) -> list[bytes]:
+        """Parts of a file, from the disk or, where it has not been downloaded, from the hub."""
+        path = self.folder / file
+        return read_parts(path, spans) if path.is_file() else hub.read_parts(self.folder, file, spans)
 
 
 def layer_hash(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -219,13 +269,19 @@ def _files(folder: Path) -> list[str]:
         return [WEIGHTS]
     if (folder / INDEX).is_file():
         return sorted(set(_index(folder).values()))
-    others = sorted(file.name for file in folder.glob("*.safetensors"))
-    if len(others) == 1:
-        return others
-    found = "several .safetensors files without an index" if others else "no .safetensors file"
-    if any(folder.glob("*.bin")):
+    there = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    snap = hub.snapshot_of(folder)
+    if snap and not any(name.endswith(".safetensors") for name in there):
+        there = list(hub.list_files(snap))
+    weights = sorted(name for name in there if name.endswith(".safetensors"))
+    if WEIGHTS in weights or len(weights) == 1:
+        return [WEIGHTS] if WEIGHTS in weights else weights
+    found = "several .safetensors files without an index" if weights else "no .safetensors file"
+    if any(name.endswith(".bin") for name in there):
         found += " (.bin files are pickles and are never read; save the model again with save_pretrained)"
-    raise ModelError(f"{folder} has {found}; {WEIGHTS} or {INDEX} was expected")
+    elif any(name.endswith(".gguf") for name in there):
+        found += " (download one of its .gguf files, and give its path)"
+    raise ModelError(f"{f'{snap.repo} on the hub' if snap else folder} has {found}; {WEIGHTS} or {INDEX} was expected")
 
 
 def _index(folder: Path) -> dict[str, str]:
@@ -236,28 +292,3 @@ def _index(folder: Path) -> dict[str, str]:
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
             raise ModelError(f"{folder / INDEX}: {name!r} lies in {file!r}, not in a .safetensors file here")
     return weight_map
-
-
-def _read_header(path: Path) -> dict[str, _Entry]:
-    """A safetensors header, checked against the file's size. Format: 8 bytes length, JSON, data."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER_LIMIT):
-                raise ModelError(f"{path} is cut short or is not a safetensors file: {size} bytes, header {length}")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        base = 8 + length
-        entries = {
-            name: _Entry(said["dtype"], tuple(said["shape"]), *(base + offset for offset in said["data_offsets"]))
-            for name, said in header.items()
-        }
-    except OSError as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise ModelError(f"{path} has a broken safetensors header: {type(error).__name__}: {error}") from error
-    torn = [name for name, entry in entries.items() if not base <= entry.start <= entry.stop <= size]
-    if torn:
-        raise ModelError(f"{path} is cut short: {torn[0]!r} should end at byte {entries[torn[0]].stop} of {size}")
-    return entries

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from kwflow.blocks import Block, SpanSpec
 from kwflow.errors import ModelError, SpanError
-from kwflow.models.checkpoint import Checkpoint, layer_hash, model_path
+from kwflow.models.checkpoint import Checkpoint, find_model, layer_hash
+from kwflow.models.checkpoint import model_name as model_name
 from kwflow.models.experts import derivable_experts
 from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes
 from kwflow.models.prepare import cache_argument, recorder
@@ -27,13 +28,8 @@ def read_config(model: str | os.PathLike[str]) -> tuple[Any, str]:
     """A model's config and its folder."""
     from transformers import AutoConfig
 
-    folder = model_path(model)
+    folder = find_model(model)
     return AutoConfig.from_pretrained(folder), str(folder)
-
-
-def model_name(model: str | os.PathLike[str]) -> str:
-    """What a swarm calls a model: the last part of its path or hub id, without the user's name."""
-    return os.path.basename(os.path.normpath(os.fspath(model)))
 
 
 def resolve_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

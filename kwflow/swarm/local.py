@@ -159,6 +159,7 @@ def local_swarm(
     device: Any = None,
     threads: int = 1,
     block_fn: Callable[..., Any] | str | None = None,
+    name: str | None = None,
     timeout: float = READY_SECONDS,
 ) -> LocalSwarm:
     """Start real worker processes on this machine and wait until they serve.
@@ -170,13 +171,16 @@ def local_swarm(
     auto (the checkpoint's, the default), float32, bfloat16 or float16. ``quantize``: int8 or nf4. ``device``: cpu (the
     default), auto, cuda, cuda:1 or mps.
     ``block_fn``: the workers' own block function, as ``"pkg.mod:fn"`` or a function of this process (a notebook's),
-    which travels over their pipes. ``timeout``: seconds until all must serve. They end with this process, however it
-    ends; an interrupt leaves them alone.
+    which travels over their pipes. ``name``: what the swarm calls the model, if not the last part of its path or id;
+    ``kf.connect`` takes it too. ``timeout``: seconds until all must serve. They end with this process, however it ends;
+    an interrupt leaves them alone.
 
     Raises SpanError, KwargError; what a worker says when it cannot serve, with the end of its log; else WorkerFailed.
     """
-    name = os.fspath(model)
-    command = [sys.executable, "-m", "kwflow", "worker", name, "--threads", str(threads)]
+    where = os.fspath(model)
+    command = [sys.executable, "-m", "kwflow", "worker", where, "--threads", str(threads)]
+    if name is not None:
+        command += ["--name", name]
     if dtype is not None:
         command += ["--dtype", str(dtype).removeprefix("torch.")]
     if quantize:
@@ -185,8 +189,8 @@ def local_swarm(
     if isinstance(block_fn, str):
         command += ["--block-fn", block_fn]
     function = b"" if block_fn is None or isinstance(block_fn, str) else _pickled(block_fn)
-    spans = _spans(name, workers)
-    swarm = LocalSwarm(name, command, threads=threads, function=function, timeout=timeout)
+    spans = _spans(where, workers)
+    swarm = LocalSwarm(where, command, threads=threads, function=function, timeout=timeout)
     try:
         swarm.start(spans)
     except BaseException:

@@ -17,6 +17,8 @@ class Serves(Protocol):
     def start(self) -> int: ...
     @property
     def stop(self) -> int: ...
+    @property
+    def checkpoint(self) -> str: ...
 
 
 def plan(view: Sequence[Serves], start: int, stop: int, *, blocked: Collection[str] = ()) -> list[tuple[str, int, int]]:
@@ -39,3 +41,8 @@ def plan(view: Sequence[Serves], start: int, stop: int, *, blocked: Collection[s
         hops.append((best.peer, at, end))
         at = end
     return hops
+
+
+def covers(view: Sequence[Serves], start: int, stop: int) -> bool:
+    """Whether every layer of ``[start, stop)`` is served by somebody."""
+    return all(any(worker.start <= layer < worker.stop for worker in view) for layer in range(start, stop))

@@ -15,7 +15,7 @@ from typing import Any
 
 from kwflow import __version__
 from kwflow.blocks import SpanSpec, with_block_fn
-from kwflow.models.spans import load_span, model_name
+from kwflow.models.spans import load_span
 from kwflow.swarm.directory import WorkerRecord, announced
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.lifetime import Parent
@@ -52,7 +52,7 @@ def function_id(fn: Callable[..., Any]) -> str:
 
 async def serve(
     spec: SpanSpec,
-    model: str,
+    name: str,
     *,
     join: Sequence[str],
     listen: str,
@@ -61,13 +61,13 @@ async def serve(
     kv_bytes: int,
     parent: Parent | None,
 ) -> None:
-    """Serve a loaded span until SIGINT or SIGTERM; say so to the parent, or on the terminal."""
-    served = Served(spec, model=model_name(model), kv_bytes=kv_bytes)
+    """Serve a span as part of the model ``name`` until SIGINT or SIGTERM; say so to the parent, or on the terminal."""
+    served = Served(spec, model=name, kv_bytes=kv_bytes)
     node = await Node.start(listen=listen, port=port, initial_peers=join, public=public, own_session=parent is None)
     try:
         await node.serve(served.accept)
         record = WorkerRecord(
-            model=model_name(model),
+            model=name,
             peer=node.peer_id,
             addrs=tuple(node.addrs),
             start=spec.start,
@@ -81,7 +81,7 @@ async def serve(
                 parent.ready(peer=node.peer_id, addrs=node.addrs, span=[spec.start, spec.stop])
             else:
                 runs = " ".join(filter(None, [spec.identity["quantization"], str(spec.dtype)[6:], f"on {spec.device}"]))
-                where = f"layers {spec.start}:{spec.stop} of {model_name(model)}, {runs},"
+                where = f"layers {spec.start}:{spec.stop} of {name}, {runs},"
                 print(f"serving {where} at {node.addrs[0]}", flush=True)
             stop, loop = asyncio.Event(), asyncio.get_running_loop()
             for number in (signal.SIGINT, signal.SIGTERM):
