@@ -20,12 +20,18 @@ _WHERE = {
     "Axes": "kwflow.axes",
     "per_layer": "kwflow.kwargs",
     "stream": "kwflow.verify",
+    "AutoDistributedConfig": "kwflow.models.auto",
+    "AutoDistributedModel": "kwflow.models.auto",
     "AutoDistributedModelForCausalLM": "kwflow.models.auto",
+    "AutoDistributedModelForSequenceClassification": "kwflow.models.auto",
 }
 _MODULES = ("errors", "verify")
 
 __all__ = [
+    "AutoDistributedConfig",
+    "AutoDistributedModel",
     "AutoDistributedModelForCausalLM",
+    "AutoDistributedModelForSequenceClassification",
     "Axes",
     "__version__",
     "axes",
@@ -48,7 +54,12 @@ if TYPE_CHECKING:
     from kwflow.blocks import chain as chain
     from kwflow.connect import connect as connect
     from kwflow.kwargs import per_layer as per_layer
+    from kwflow.models.auto import AutoDistributedConfig as AutoDistributedConfig
+    from kwflow.models.auto import AutoDistributedModel as AutoDistributedModel
     from kwflow.models.auto import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
+    from kwflow.models.auto import (
+        AutoDistributedModelForSequenceClassification as AutoDistributedModelForSequenceClassification,
+    )
     from kwflow.models.checkpoint import model_path as model_path
     from kwflow.models.spans import load_blocks as load_blocks
     from kwflow.swarm.local import local_swarm as local_swarm
