@@ -24,12 +24,18 @@ _WHERE = {
     "put": "kwflow.edits",
     "scale": "kwflow.edits",
     "project_out": "kwflow.edits",
+    "AutoDistributedConfig": "kwflow.models.auto",
+    "AutoDistributedModel": "kwflow.models.auto",
     "AutoDistributedModelForCausalLM": "kwflow.models.auto",
+    "AutoDistributedModelForSequenceClassification": "kwflow.models.auto",
 }
 _MODULES = ("errors", "verify")
 
 __all__ = [
+    "AutoDistributedConfig",
+    "AutoDistributedModel",
     "AutoDistributedModelForCausalLM",
+    "AutoDistributedModelForSequenceClassification",
     "Axes",
     "__version__",
     "add",
@@ -60,7 +66,12 @@ if TYPE_CHECKING:
     from kwflow.edits import put as put
     from kwflow.edits import scale as scale
     from kwflow.kwargs import per_layer as per_layer
+    from kwflow.models.auto import AutoDistributedConfig as AutoDistributedConfig
+    from kwflow.models.auto import AutoDistributedModel as AutoDistributedModel
     from kwflow.models.auto import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
+    from kwflow.models.auto import (
+        AutoDistributedModelForSequenceClassification as AutoDistributedModelForSequenceClassification,
+    )
     from kwflow.models.checkpoint import model_path as model_path
     from kwflow.models.spans import load_blocks as load_blocks
     from kwflow.swarm.local import local_swarm as local_swarm

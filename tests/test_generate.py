@@ -16,11 +16,11 @@ import kwflow as kf
 from kwflow.errors import KwargError, SpanError, UnknownKwarg, UnsupportedError
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of, with_prompts
 from tests.tiny import (
-    FAMILIES,
     HIDDEN,
     LAYERS,
     TWO,
     VOCAB,
+    Requests,
     folder,
     huggingface,
     ids,
@@ -30,7 +30,6 @@ from tests.tiny import (
     settle,
 )
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 D, NEW = HIDDEN, 6
 
 
@@ -42,7 +41,7 @@ def gained(params, hidden, /, *, block, gain: kf.Axes["[layer] [batch] hidden"] 
     return hidden + (gain if gain.dim() == 1 else gain[:, None]) * (out - hidden)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["llama", "gpt2", pytest.param("bloom", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """The model over two workers, and the local one."""
     family = request.param
@@ -96,6 +95,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "ending early": {"num_beams": 3, "eos_token_id": list(range(0, VOCAB, 5)), "early_stopping": True},
     "greedy, ending early": {"eos_token_id": list(range(0, VOCAB, 4))},
     "no repeats": {"num_beams": 2, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
+    "prefilled in chunks": {"prefill_chunk_size": 3},
+    "allowed tokens": {"num_beams": 2, "prefix_allowed_tokens_fn": lambda row, _: list(range(5 + row, 30))},
+    "a loop of the caller's": {"custom_generate": lambda model, *a, **k: type(model)._sample(model, *a, **k)},
 }
 
 
@@ -206,7 +208,8 @@ def test_two_in_a_row_and_after_an_error(pair: tuple[Any, Any]) -> None:
         ({"steer": {1: V[:3]}}, ValueError),
         ({"steer": kf.axes(random(3, D), "seq hidden")}, KwargError),
         ({"prompts": random(LAYERS, 3, 2, D)}, ValueError),
-        ({"assistant_model": local}, UnsupportedError),
+        ({"cache_implementation": "static"}, UnsupportedError),
+        ({"assistant_model": local}, ValueError),  # transformers' own: one row only
     ):
         with pytest.raises(error):
             generated(model, {}, prompt(), **bad)
@@ -249,6 +252,134 @@ def test_a_session_is_resumed(pair: tuple[Any, Any]) -> None:
     assert torch.equal(*both)
     whole = local.generate(longer, max_new_tokens=3, do_sample=False)
     assert torch.equal(both[0], whole)
+
+
+def test_a_resumed_session_adds_no_token(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, local = pair
+    name, given = cache_name(local), prompt()
+    whole = local.generate(**given, max_new_tokens=9, do_sample=False)
+    first = model.generate(**given, max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
+    assert first[name].get_seq_length() == 7 + 5 - 1  # the last token has not been through the layers
+    mask = torch.cat([given["attention_mask"], torch.ones(2, 5).long()], 1)
+    more = {"input_ids": first.sequences, "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    session, columns = first[name].session, []
+    step = session._step
+    monkeypatch.setattr(
+        session, "_step", lambda hidden, *a, **k: columns.append(hidden.shape[1]) or step(hidden, *a, **k)
+    )
+    assert torch.equal(model.generate(**more, **{name: first[name]}), whole)
+    assert columns == [1] * 4  # one for each token, and the first is the one that was due
+
+
+# ---- drafts, streams, and what is refused
+
+
+def drafts(family: str) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Ways that check several drafted tokens in one step; one row, as transformers wants it."""
+    assistant, one = huggingface("gpt2" if family != "gpt2" else "llama"), prompt(1, (2,))
+    again = {"input_ids": torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]])}
+    return {
+        "assisted": ({"assistant_model": assistant}, one),
+        "assisted by itself": ({"assistant_model": huggingface(family)}, one),
+        "assisted, sampled": ({"assistant_model": assistant, "do_sample": True}, one),
+        "prompt lookup": ({"prompt_lookup_num_tokens": 3}, again),
+        "guided": ({"guidance_scale": 1.5}, one),
+    }
+
+
+@pytest.mark.parametrize("way", drafts("llama"))
+def test_drafted_tokens_are_the_local_ones_and_only_the_target_takes_kwargs(pair: tuple[Any, Any], way: str) -> None:
+    model, local = pair
+    how, given = drafts(local.config.model_type)[way]
+    how = {**how, "max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
+    ours, theirs = (generated(one, how, given) for one in pair)
+    assert type(ours) is type(theirs) and torch.equal(ours.sequences, theirs.sequences)
+    for a, b in zip(ours.logits, theirs.logits, strict=True):
+        assert_bits(a, b)
+    if how.get("assistant_model") is not local:  # which the hook would steer too
+        ours = generated(model, how, given, steer={2: V})
+        with hooked(local, adding({2: V[None, None]})):
+            theirs = generated(local, how, given)
+        assert torch.equal(ours.sequences, theirs.sequences)
+
+
+def test_a_remote_model_drafts_for_another() -> None:
+    """A Distributed assistant, of a Distributed target and of a local one."""
+    small = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("gpt2"), flow=make_flow("gpt2", TWO))
+    large = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("llama"), flow=make_flow("llama", TWO))
+    expected = generated(huggingface("llama"), {}, prompt(1))
+    for target in (large, huggingface("llama")):
+        assert torch.equal(generated(target, {"assistant_model": small}, prompt(1)), expected)
+    steered = generated(large, {}, prompt(1), steer={2: V})  # the target's alone, though both take it
+    assert torch.equal(generated(large, {"assistant_model": small}, prompt(1), steer={2: V}), steered)
+
+
+def test_streamers_are_given_what_the_local_model_gives(pair: tuple[Any, Any]) -> None:
+    from threading import Thread
+
+    from transformers import TextIteratorStreamer
+    from transformers.generation.streamers import BaseStreamer
+
+    class Kept(BaseStreamer):
+        def __init__(self) -> None:
+            self.values: list[Any] = []
+
+        def put(self, value: Tensor) -> None:
+            self.values.append(value.tolist())
+
+        def end(self) -> None:
+            self.values.append("end")
+
+    model, local = pair
+    for how, given in (({}, prompt(1)), ({"prompt_lookup_num_tokens": 3}, drafts("llama")["prompt lookup"][1])):
+        kept = []
+        for one in pair:
+            kept.append(Kept())
+            generated(one, {**how, "streamer": kept[-1]}, given)
+        assert kept[0].values == kept[1].values and kept[0].values[-1] == "end"
+    tokenizer = model.flow.ends.tokenizer
+    stream = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
+    thread = Thread(target=lambda: generated(model, {"streamer": stream}, prompt(1), steer={1: V}))
+    thread.start()
+    text = "".join(stream)
+    thread.join(20)
+    steered = generated(model, {}, prompt(1), steer={1: V})
+    assert text.strip() == tokenizer.decode(steered[0, 7:]).strip() != ""
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive search: transformers keeps it at .*from the hub"),
+    "group beams": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, "group beam search.*the hub"),
+    "constrained": ({"force_words_ids": [[3]], "num_beams": 2}, "constrained beam search.*the hub"),
+    "dola": ({"dola_layers": "low"}, "dola generation.*the hub"),
+    "custom": ({"custom_generate": "someone/something"}, "code from the hub; a function is taken"),
+    "no cache": ({"use_cache": False}, "use_cache=False.*always used"),
+    "static cache": ({"cache_implementation": "static"}, "in a session"),
+    "paged": ({"cache_implementation": "paged"}, "in a session"),
+    "early exit": ({"assistant_early_exit": 2}, "drafts with this model's own layers"),
+    "mtp": ({"use_mtp": True}, "drafts with this model's own layers"),
+    "hidden states": ({"output_hidden_states": True}, r"flow\[:layer \+ 1\]"),
+    "attentions": ({"output_attentions": True}, "on the workers"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_generate_cannot_do_is_refused_before_a_step(pair: tuple[Any, Any], what: str) -> None:
+    from transformers import GenerationConfig
+
+    model, _ = pair
+    how, said = REFUSED[what]
+    with Requests(model.flow) as requests:
+        with pytest.raises(UnsupportedError, match=said):
+            model.generate(**prompt(), **how, max_new_tokens=2)
+        if "custom_generate" not in how:  # said by a config, it is the same
+            config = GenerationConfig(max_new_tokens=2)
+            config.update(**how)
+            with pytest.raises(UnsupportedError, match=said):
+                model.generate(**prompt(), generation_config=config)
+    assert len(requests) == 0
+    with pytest.raises(UnsupportedError, match="generate_batch"):
+        model.generate_batch([[3, 4]])
 
 
 # ---- forward
@@ -340,11 +471,9 @@ def test_a_float_mask_of_ones_and_zeros_is_taken_as_transformers_takes_it(pair: 
 
 def test_what_would_be_silent_is_refused(pair: tuple[Any, Any], tmp_path: Any) -> None:
     model, _ = pair
-    with pytest.raises(UnsupportedError, match="use_cache=False"):
-        model.generate(ids(1, 3), use_cache=False, max_new_tokens=2)
     with pytest.raises(UnsupportedError, match="base model"):
         model.base_model(ids(1, 3))
-    with pytest.raises(UnsupportedError, match="nothing but its embeddings"):
+    with pytest.raises(UnsupportedError, match="nothing to save"):
         model.save_pretrained(tmp_path)
     assert model.config.num_hidden_layers == LAYERS
     with pytest.raises(KwargError, match="connected already"):

@@ -6,6 +6,7 @@ the bridge (a ContextVar) says: a flow, a session, or nothing at all (embed and 
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow.errors import UnsupportedError
+from kwflow.errors import ModelError, UnsupportedError
 from kwflow.models.checkpoint import Checkpoint
 from kwflow.models.families import blank_inputs, family_of, replace_layers
 from kwflow.models.spans import model_name, quiet, read_config, resolve_dtype, skeleton
@@ -64,10 +65,66 @@ def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None) -
     read, _ = Sources(shell, checkpoint, target).read(lambda name: True)
     shell.load_state_dict(read, strict=False, assign=True)
     shell.tie_weights()
-    missing = [name for name, tensor in [*shell.named_parameters(), *shell.named_buffers()] if tensor.is_meta]
+    base = getattr(shell, shell.base_model_prefix)
+    missing = [name for name, tensor in [*base.named_parameters(), *base.named_buffers()] if tensor.is_meta]
     if missing:
         raise UnsupportedError(f"{folder} has no tensor for {missing[0]!r} of {type(shell).__name__}")
     return shell.requires_grad_(False).eval()
+
+
+def shared(module: nn.Module, kind: type) -> Any:
+    """A module of class ``kind`` made of the same parts as ``module``: the same tensors, attributes of its own."""
+    made: Any = object.__new__(kind)
+    made.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()})
+    return made
+
+
+def classifier(ends: ModelEnds, changes: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The family's ForSequenceClassification around the same base model, and what the checkpoint had no tensor for.
+
+    Those are initialised as transformers initialises them, and trainable. ``changes``: of the config.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(ends.folder, **changes)
+    known = AutoModelForSequenceClassification._model_mapping
+    if type(config) not in known:
+        raise UnsupportedError(f"transformers has no sequence classification for model_type {config.model_type!r}")
+    with torch.device("meta"), quiet():
+        model = AutoModelForSequenceClassification.from_config(config)
+    setattr(model, model.base_model_prefix, ends.base)
+    checkpoint = Checkpoint(ends.folder)
+    heads = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    there = checkpoint.read(set(heads) & set(checkpoint.names()), ends.dtype)
+    for name, tensor in there.items():
+        if tensor.shape != model.get_parameter(name).shape:
+            raise ModelError(
+                f"{name} of {ends.folder} is {tuple(tensor.shape)}; num_labels={config.num_labels} makes it "
+                f"{tuple(model.get_parameter(name).shape)}"
+            )
+    model.load_state_dict(there, strict=False, assign=True)
+    missing = [name for name in heads if name not in there]
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in missing):
+        module = model.get_submodule(owner).to(ends.dtype).to_empty(device="cpu", recurse=False)
+        model._init_weights(module)
+    model.eval().requires_grad_(False)
+    for name in missing:
+        model.get_parameter(name).requires_grad_(True)
+    return model, missing
+
+
+def layer_dropouts(config: Any) -> list[str]:
+    """What a layer of the model drops out in training, as ``name p``; from the config, which may be changed."""
+    said = config.to_dict()
+    if not any("drop" in name and isinstance(p, float) and p > 0 for name, p in said.items()):
+        return []
+    whole = skeleton(copy.deepcopy(config))
+    layer = getattr(whole, whole.base_model_prefix).get_submodule(family_of(config).layers)[0]
+    found = []
+    for name, module in layer.named_modules():
+        own = {name: module.p} if isinstance(module, nn.Dropout) else vars(module)
+        found += [f"{n} {p}" for n, p in own.items() if "drop" in n and isinstance(p, float) and p > 0]
+    return found
 
 
 class ModelEnds:
@@ -82,7 +139,7 @@ class ModelEnds:
         self.learned = family_of(config).learned
         self.takes_positions = not family_of(config).positions
         self.shell: Any = load_shell(model, dtype) if shell is None else shell
-        self._forward = type(self.shell).forward  # transformers' own, also when the class is mixed with Distributed
+        self.base: Any = getattr(self.shell, self.shell.base_model_prefix)
         self.dtype: torch.dtype = next(self.shell.parameters()).dtype
         self._tokenizer: Any = None
 
@@ -110,13 +167,17 @@ class ModelEnds:
 
         positions = {"position_ids": position_ids} if self.learned and position_ids is not None else {}
         with bridged(keep):
-            self._base()(input_ids=input_ids, use_cache=False, **positions)
+            self.base(input_ids=input_ids, use_cache=False, **positions)
         return seen[0]
 
     def head(self, hidden: Tensor) -> Tensor:
+        self.check_head()
         with bridged(lambda _, __: hidden):
             blank = blank_inputs(self.shell, hidden)
-            return self._forward(self.shell, inputs_embeds=blank, use_cache=False).logits
+            return self.shell(inputs_embeds=blank, use_cache=False).logits
 
-    def _base(self) -> Any:
-        return getattr(self.shell, self.shell.base_model_prefix)
+    def check_head(self) -> None:
+        """Raise UnsupportedError if the checkpoint is one without a language-model head."""
+        missing = [name for name, tensor in self.shell.named_parameters() if tensor.is_meta]
+        if missing:
+            raise UnsupportedError(f"{self.folder} has no tensor for {missing[0]!r} of {type(self.shell).__name__}")

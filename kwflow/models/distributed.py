@@ -1,0 +1,193 @@
+"""Mixed in before a Hugging Face class: its own forward, with the layers on workers and the kwargs of their blocks.
+
+transformers' code runs unchanged. What the blocks take is split off first, since transformers drops it or repeats it;
+the mask goes to the flow too, and the one stand-in layer hands hidden to the flow or to a session.
+"""
+
+# B batch, S seq, D hidden
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow.errors import KwargError, UnknownKwarg, UnsupportedError, did_you_mean
+from kwflow.flow import Flow
+from kwflow.kwargs import PerLayer
+from kwflow.models.ends import bridged, layer_dropouts
+from kwflow.models.prepare import cache_argument
+from kwflow.models.remote_cache import RemoteCache
+from kwflow.models.tuning import NONE, Tuning, arguments, load_tuned, prefixing, save_tuned, saved_names
+from kwflow.tree import flatten
+
+_kwargs: ContextVar[Mapping[str, Any] | None] = ContextVar("kwflow_kwargs", default=None)  # generate's, at every step
+
+# what transformers' forwards read from their **kwargs
+EXTRAS = frozenset(
+    {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "num_items_in_batch"}
+)
+NOT_SENT = (
+    "the layers are on the workers, which send back the last hidden only; the residual after any layer is "
+    "flow[:layer + 1](**flow.inputs(…))"
+)
+
+
+class Distributed:
+    """A Hugging Face model whose layers are a flow. Mixed in by ``distributed``; made by AutoDistributed….
+
+    Blocks are in eval mode whatever ``train()`` says. ``named_parameters`` and ``state_dict`` are the client's part.
+    """
+
+    flow: Flow
+    tuning: Tuning = NONE
+    added: Set[str] = frozenset()  # names of the parameters that are not the checkpoint's
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Hugging Face class's, and any kwarg that the blocks take.
+
+        A plain differentiable call; with ``use_cache=True``, and nothing that requires grad, a session, which the
+        output's cache stands for.
+        """
+        own, given = self._take_kwargs(kwargs, EXTRAS)
+        call = arguments(super().forward, args, given)  # type: ignore[misc]
+        for name in ("output_attentions", "output_hidden_states"):
+            if call.get(name) or getattr(self.config, name, False):  # type: ignore[attr-defined]
+                raise UnsupportedError(f"{name}=True: {NOT_SENT}")
+        cache_name = cache_argument(super().forward)  # type: ignore[misc]
+        cache = self._cache(call, cache_name, own)
+        mask = call.pop("attention_mask", None)
+        if isinstance(mask, Tensor) and mask.dim() == 2 and mask.is_floating_point():
+            mask = mask.long()  # as transformers takes it; what is not 0 or 1 is refused further on
+        own = {**(_kwargs.get() or {}), **own}
+        self.tuning.check(own, mask)
+        if cache is not None:
+            call[cache_name] = cache
+        if _covers(mask, call, cache):  # some families derive positions from it
+            call["attention_mask"] = mask
+        with bridged(functools.partial(self._run_layers, own, mask, cache)), prefixing(self.tuning):
+            return super().forward(**call, use_cache=cache is not None)  # type: ignore[misc]
+
+    def _run_layers(
+        self,
+        own: Mapping[str, Any],
+        mask: Tensor | None,
+        cache: RemoteCache | None,
+        hidden: Tensor,
+        layer_kwargs: Mapping[str, Any],
+    ) -> Tensor:
+        """What the stand-in layer does: one call of the flow, or one step of the session."""
+        first = cache is None or cache.session.position == 0
+        step = {**own, **(self.tuning.kwargs() if first else {}), "attention_mask": self.tuning.mask(mask)}
+        if self.flow.ends.takes_positions and layer_kwargs.get("position_ids") is not None:
+            step["position_ids"] = layer_kwargs["position_ids"]
+        if cache is None:
+            return self.flow(hidden, **step)
+        return cache.session._step(hidden, step, repeats=cache.repeats)
+
+    def _cache(self, call: dict[str, Any], name: str, own: Mapping[str, Any]) -> RemoteCache | None:
+        """Take the cache out of a forward's arguments; a new session where one is wanted."""
+        older = call.pop("past_key_values", None) if name != "past_key_values" else None  # its name before 5.x
+        cache = call.pop(name, None)
+        cache, wanted = older if cache is None else cache, call.pop("use_cache", None)
+        if cache is not None and not isinstance(cache, RemoteCache):
+            raise KwargError(f"{name} is a {type(cache).__name__}; give the cache that this model returned")
+        if cache is None and wanted and not self._differentiates([*own.values(), call.get("inputs_embeds")]):
+            return RemoteCache(self.flow.session(self._room()), prefix=self.tuning.length)
+        return cache
+
+    def _room(self) -> int:
+        """Columns of a session whose length nobody said."""
+        most = getattr(self.config, "max_position_embeddings", None) or 2048  # type: ignore[attr-defined]
+        return min(most, 2048)
+
+    def _differentiates(self, values: Sequence[Any]) -> bool:
+        if not torch.is_grad_enabled():
+            return False
+        inner = [v.values if isinstance(v, PerLayer) else v for v in values]
+        leaves = [leaf for value in inner for leaf in flatten(value)[0]]
+        tensors = [leaf if isinstance(leaf, Tensor) else leaf.tensor for leaf in leaves]
+        return any(t.requires_grad for t in (*tensors, *self.parameters()))  # type: ignore[attr-defined]
+
+    def _take_kwargs(self, kwargs: Mapping[str, Any], known: Set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Split off what the blocks take: it must not reach transformers, which drops or repeats it.
+
+        Raises UnknownKwarg for what neither side takes: a family's ``**kwargs`` would swallow it without a word.
+        """
+        theirs = known | _forward_names(type(self))
+        if kwargs.keys() <= theirs:
+            return {}, dict(kwargs)
+        taken = self.flow.kwargs()
+        own = {name: value for name, value in kwargs.items() if name in taken}
+        given = {name: value for name, value in kwargs.items() if name not in own}
+        for name in given.keys() - theirs:
+            hint = did_you_mean(name, [*taken, *theirs])
+            raise UnknownKwarg(f"the model got {name!r}; its blocks take {', '.join(sorted(taken))}.{hint}")
+        return own, given
+
+    # ---- training
+
+    def train(self, mode: bool = True) -> Any:
+        """As nn.Module's, for the client's part. Raises UnsupportedError where the layers would drop out."""
+        if mode and (dropped := layer_dropouts(self.config)):  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                f"train(): a layer of this model would drop out ({', '.join(dropped)}), and workers' blocks never do; "
+                f"set these to 0 in model.config, or train in eval mode"
+            )
+        return super().train(mode)  # type: ignore[misc]
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Save what is trainable or was added here, and what it belongs to; ``tuned=`` or load_tuned reads it again.
+
+        Raises UnsupportedError when there is nothing: the layers are on the workers.
+        """
+        if is_main_process:
+            save_tuned(self, save_directory, state_dict)
+
+    def load_tuned(self, folder: str | os.PathLike[str]) -> None:
+        """Take over what save_pretrained saved. Raises ModelError for another model's, naming what differs."""
+        load_tuned(self, folder)
+
+    @property
+    def _keys_to_ignore_on_save(self) -> set[str]:
+        """transformers' Trainer does not miss these when it resumes."""
+        return set(self.state_dict()) - saved_names(self)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def distributed(hf: type, mixin: type = Distributed) -> type:
+    """``hf`` with ``mixin`` before it; forward keeps hf's signature: generate and Trainer decide by it what to pass."""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    forward.__signature__ = inspect.signature(hf.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = mixin.forward.__doc__  # type: ignore[attr-defined]
+    return type(f"Distributed{hf.__name__}", (mixin, hf), {"forward": forward})
+
+
+@functools.cache
+def _forward_names(cls: type) -> frozenset[str]:
+    forward: Callable[..., Any] = cls.forward  # type: ignore[attr-defined]
+    return frozenset(inspect.signature(forward).parameters) - {"self", "kwargs"}
+
+
+def _covers(mask: Any, call: Mapping[str, Any], cache: RemoteCache | None) -> bool:
+    """Whether a mask masks something and has the columns that it must have; else the flow says what is wrong."""
+    inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or not isinstance(inputs, Tensor) or inputs.dim() < 2:
+        return False
+    past = 0 if cache is None else cache.get_seq_length()
+    return tuple(mask.shape) == (inputs.shape[0], past + inputs.shape[1]) and not bool(mask.all())

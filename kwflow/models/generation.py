@@ -1,0 +1,125 @@
+"""Mixed in before a Hugging Face CausalLM: its own generate, over a session on the workers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow.axes import Axed
+from kwflow.errors import KwargError, UnsupportedError
+from kwflow.models.distributed import EXTRAS, NOT_SENT, Distributed, _kwargs
+from kwflow.models.prepare import cache_argument
+from kwflow.models.remote_cache import RemoteCache
+from kwflow.models.spans import quiet
+from kwflow.models.tuning import arguments
+
+_CACHE = "keys and values live on the workers, in a session"
+_DRAFTS = "it drafts with this model's own layers, which are on the workers; give an assistant_model"
+_REFUSED = {
+    "cache_implementation": _CACHE,
+    "compile_config": "there is nothing here to compile: the layers are on the workers",
+    "assistant_early_exit": _DRAFTS,
+    "use_mtp": _DRAFTS,
+    "output_hidden_states": NOT_SENT,
+    "output_attentions": NOT_SENT,
+}
+
+
+class Generates(Distributed):
+    """A Distributed model with ``generate``."""
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's own generate; kwargs of the blocks act at every step, expanded over beams by their axes.
+
+        Every mode that transformers runs without code from the hub: greedy, sampled, beams, assisted, prompt lookup.
+        With ``return_dict_in_generate=True`` the output's cache is the session, and may be given to the next call.
+        Raises UnsupportedError for what a session on workers cannot do, before anything is sent.
+        """
+        own, given = self._take_kwargs(kwargs, EXTRAS | _generate_names(type(self)))
+        call = arguments(super().generate, args, given)  # type: ignore[misc]
+        settings = self._settings(call)
+        self._refuse(own, call, settings)
+        cache_name, mine = cache_argument(self.forward), None
+        if call.get(cache_name) is None and call.get("past_key_values") is None:
+            repeats = max(settings.num_beams or 1, settings.num_return_sequences or 1)
+            columns = self.tuning.length + _columns(call, settings)
+            if settings.return_dict_in_generate:  # the caller gets the cache, and may go on from it
+                session = self.flow.session(max(columns, self._room()))
+            else:
+                session = mine = self.flow.session(columns)
+            call[cache_name] = RemoteCache(session, repeats, self.tuning.length)
+        call["use_cache"] = True  # whatever the model's config says (mpt's: no): the session is the cache
+        token = _kwargs.set(own)
+        try:
+            return super().generate(**call)  # type: ignore[misc]
+        finally:
+            _kwargs.reset(token)
+            if mine is not None:
+                mine.close()
+
+    def generate_batch(self, *_: Any, **__: Any) -> Any:
+        """Refused: transformers' continuous batching keeps paged keys and values in this process."""
+        raise UnsupportedError(f"generate_batch: {_CACHE}; use generate")
+
+    def _settings(self, call: Mapping[str, Any]) -> Any:
+        """The GenerationConfig that holds for a call: its arguments, then its config, the model's, the defaults."""
+        named = inspect.signature(super().generate).parameters  # type: ignore[misc]
+        others = {name: value for name, value in call.items() if name not in named}
+        with quiet():
+            return self._prepare_generation_config(call.get("generation_config"), **others)[0]  # type: ignore[attr-defined]
+
+    def _refuse(self, own: Mapping[str, Any], call: Mapping[str, Any], settings: Any) -> None:
+        from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+        for name in call.keys() & self.flow.kwargs().keys():
+            raise KwargError(f"both generate and a block_fn take {name!r}; give the block_fn's kwarg another name")
+        if call.get("use_cache", getattr(call.get("generation_config"), "use_cache", None)) is False:
+            raise UnsupportedError(
+                "generate(use_cache=False): a session on the workers is the cache, and is always used"
+            )
+        for name, why in _REFUSED.items():
+            if getattr(settings, name, None) not in (None, False):
+                raise UnsupportedError(f"generate({name}=…): {why}")
+        if getattr(settings, "speculation_type", None) == "dflash":
+            raise UnsupportedError(f"generate(speculation_type='dflash'): {NOT_SENT}")
+        if isinstance(call.get("custom_generate"), str):
+            raise UnsupportedError("generate(custom_generate=…): it runs code from the hub; a function is taken")
+        with quiet():
+            mode = settings.get_generation_mode(call.get("assistant_model"))
+        if "/" in GENERATION_MODES_MAPPING[mode] and call.get("custom_generate") is None:
+            raise UnsupportedError(
+                f"{str(mode.value).replace('_', ' ')}: transformers keeps it at {GENERATION_MODES_MAPPING[mode]}, "
+                f"and would run that code from the hub"
+            )
+        for name, value in own.items():
+            for leaf in value.values() if isinstance(value, Mapping) else [value]:
+                if isinstance(leaf, Axed) and (leaf.size("seq") or 1) != 1:
+                    raise KwargError(
+                        f"{name} has a 'seq' axis of {leaf.size('seq')} columns; generate's steps have one column each"
+                    )
+
+
+def _columns(call: Mapping[str, Any], settings: Any) -> int:
+    """The most columns that a generate call fills, drafts included."""
+    ids = call.get("inputs_embeds")
+    ids = call.get("input_ids", call.get("inputs")) if ids is None else ids
+    prompt = ids.shape[1] if isinstance(ids, Tensor) else 1
+    new = settings.max_new_tokens
+    total = prompt + new if new is not None else max(settings.max_length or 0, prompt + 20)
+    return total + 1 + (settings.prompt_lookup_num_tokens or 0)
+
+
+@functools.cache
+def _generate_names(cls: type) -> frozenset[str]:
+    """What generate takes: its own arguments and whatever a GenerationConfig has."""
+    from transformers import GenerationConfig
+
+    own = inspect.signature(super(Distributed, cls).generate).parameters  # type: ignore[misc]
+    popped = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}  # read from **kwargs by generate
+    return frozenset(own) | popped | frozenset(vars(GenerationConfig())) - {"self", "kwargs"}
