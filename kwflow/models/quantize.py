@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kwflow.errors import ModelError, UnsupportedError, did_you_mean
-from kwflow.kwargs import is_wrapped
+from kwflow.bound import is_wrapped
 
 MODES = ("int8", "nf4")
 BLOCK = 64  # weights that share a scale in nf4
