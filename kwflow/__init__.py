@@ -20,6 +20,7 @@ _WHERE = {
     "Axes": "kwflow.axes",
     "per_layer": "kwflow.kwargs",
     "stream": "kwflow.verify",
+    "Capture": "kwflow.captures",
     "add": "kwflow.edits",
     "put": "kwflow.edits",
     "scale": "kwflow.edits",
@@ -37,6 +38,7 @@ __all__ = [
     "AutoDistributedModelForCausalLM",
     "AutoDistributedModelForSequenceClassification",
     "Axes",
+    "Capture",
     "__version__",
     "add",
     "axes",
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from kwflow.axes import Axes as Axes
     from kwflow.axes import axes as axes
     from kwflow.blocks import chain as chain
+    from kwflow.captures import Capture as Capture
     from kwflow.connect import connect as connect
     from kwflow.edits import add as add
     from kwflow.edits import project_out as project_out

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from kwflow import tree as trees
 from kwflow.axes import Axed, Axes
 from kwflow.bound import Bound
+from kwflow.captures import take
 from kwflow.edits import add_prompts, add_steer, apply, token_positions
 from kwflow.errors import AxesError, BlockError, CallerError, KwargError, UnknownKwarg
 from kwflow.kv import KV, StepCache
@@ -57,6 +58,7 @@ class Call:
     layer_args: Mapping[str, Mapping[str, Any]]  # by kind of layer
     token_position: Tensor | None
     cache: StepCache | None
+    captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by layer and order there
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +104,14 @@ class Block:
                     "prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one"
                 )
             hidden = add_prompts(hidden, prompts, call.token_position)
-        edits = self._edits(kwargs.get("edit", ()), hidden.shape)
+        acts = self._acts(kwargs.get("edit", ()), kwargs.get("capture", ()), hidden.shape, call.captured)
         for point in ("embed", "resid_pre"):
-            hidden = edits.pop(point)(hidden) if point in edits else hidden
-        last = edits.pop("resid", None)
+            hidden = acts.pop(point)(hidden) if point in acts else hidden
+        last = acts.pop("resid", None)
         args = dict(call.layer_args[self.kind])
         if call.cache is not None:
             args[self.cache_name] = call.cache
-        with acting(edits, self.layer) if edits else nullcontext():
+        with acting(acts, self.layer) if acts else nullcontext():
             if params is self.params:
                 out = self.module(hidden, **args)
             else:
@@ -118,22 +120,30 @@ class Block:
         out = out if steer is None else add_steer(out, steer)
         return out if last is None else last(out)
 
-    def _edits(self, entries: Sequence[Mapping[str, Any]], shape: torch.Size) -> dict[str, Act]:
-        """What to do at each point: its edits in order."""
+    def _acts(
+        self,
+        edits: Sequence[Mapping[str, Any]],
+        captures: Sequence[Mapping[str, Any]],
+        shape: torch.Size,
+        captured: dict[tuple[int, int], Tensor],
+    ) -> dict[str, Act]:
+        """What to do at each point: its edits in order, then its captures."""
         heads = self.schema.sizes["head"]
 
         def act(point: str) -> Act:
-            mine = [entry for entry in entries if entry["point"] == point]
+            mine = [edit for edit in edits if edit["point"] == point]
+            wanted = {(self.layer, i): one for i, one in enumerate(captures) if one["point"] == point}
 
-            def edited(activation: Tensor) -> Tensor:
+            def at_point(activation: Tensor) -> Tensor:
                 out = activation.reshape(*shape[:2], activation.shape[-1])  # opt flattens rows before its feed-forward
-                for entry in mine:
-                    out = apply(out, entry, heads)
+                for edit in mine:
+                    out = apply(out, edit, heads)
+                captured.update({key: take(out, one, heads) for key, one in wanted.items()})
                 return out.reshape(activation.shape)
 
-            return edited
+            return at_point
 
-        return {point: act(point) for point in {entry["point"] for entry in entries}}
+        return {point: act(point) for point in {one["point"] for one in (*edits, *captures)}}
 
 
 @dataclass(frozen=True)
@@ -149,9 +159,10 @@ class BoundBlock:
         return self._block.layer
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
-        unknown = set(kwargs) - {"prompts", "steer", "edit"}
+        unknown = set(kwargs) - {"prompts", "steer", "edit", "capture"}
         if unknown:
-            raise UnknownKwarg(f"the normal block takes prompts, steer and edit, got {', '.join(sorted(unknown))}")
+            taken = "prompts, steer, edit and capture"
+            raise UnknownKwarg(f"the normal block takes {taken}, got {', '.join(sorted(unknown))}")
         declared = {"prompts": ("batch", "prefix", "hidden"), "steer": ("hidden",)}
         given = {k: Axed(v, declared[k]) if isinstance(v, Tensor) else v for k, v in kwargs.items() if v is not None}
         return self._block._normal(params, hidden, self._call, given)
@@ -186,10 +197,12 @@ def run(
     past: int = 0,
     attention_mask: Tensor | None = None,
     kv: KV | None = None,
+    captured: list[Tensor] | None = None,
 ) -> Tensor:
     """Run consecutive blocks on ``hidden`` (batch, seq, hidden): prepare once, then one block after the other.
 
     In a session ``past`` columns stand before these, ``attention_mask`` covers them all, and ``kv`` holds their keys.
+    ``captured`` is filled with what ``capture`` asks for, by layer.
     """
     given = bound.call()
     mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
@@ -212,6 +225,12 @@ def run(
                 f"{tuple(hidden.shape)}; a block returns the shape and dtype that it got"
             )
         hidden = out
+    if len(call.captured) != bound.captures():
+        raise BlockError(
+            f"{len(call.captured)} of {bound.captures()} captures came by: a block_fn must hand `**kw` on to `block`"
+        )
+    if captured is not None:
+        captured += [call.captured[key] for key in sorted(call.captured)]
     return hidden
 
 

@@ -20,7 +20,9 @@ from kwflow.errors import KwargError
 
 Span = tuple[int, int]
 Layers = str | tuple[int, ...]  # "call": once per call; "layers": shared by the layers; numbers: those layers' own
-JOINED = frozenset({"edit"})  # a layer takes all that is given for it, in order; of other kwargs the last one
+JOINED = frozenset(
+    {"edit", "capture"}
+)  # a layer takes all that is given for it, in order; of other kwargs the last one
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,12 @@ class Bound:
             for name, value in self.section(number, layer).items():
                 found[name] = [*found.get(name, ()), *value] if name in JOINED else value
         return found
+
+    def captures(self, span: Span | None = None) -> int:
+        """How many outputs these layers have beside hidden."""
+        first, last = span or (self.start, self.stop)
+        mine = [s for s in self.sections if not isinstance(s.layers, str) and first <= s.layers[0] < last]
+        return sum(len(section.skeleton.get("capture", ())) for section in mine)
 
     def repeat_rows(self, repeats: int) -> Bound:
         """Each row ``repeats`` times: what beams do to kwargs, on ``batch`` axes only."""

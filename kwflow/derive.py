@@ -23,11 +23,9 @@ Operations = tuple[Operation, ...]
 Perform = Callable[[Operations, Sequence[Tensor]], Sequence[Tensor | None]]
 
 
-def remote_call(perform: Perform, tensors: Sequence[Tensor]) -> Tensor:
-    """The value of a remote function of ``tensors``, differentiable in any order and mode that the worker has."""
-    (out,) = _apply(perform, (), tensors)
-    assert out is not None
-    return out
+def remote_call(perform: Perform, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The outputs of a remote function of ``tensors``, differentiable in any order and mode that the worker has."""
+    return [out for out in _apply(perform, (), tensors) if out is not None]
 
 
 class _Work:
@@ -108,26 +106,29 @@ def is_first_order(operations: Sequence[Operation]) -> bool:
 
 
 def evaluate(
-    fn: Callable[..., Tensor], operations: Sequence[Operation], tensors: Sequence[Tensor]
+    fn: Callable[..., tuple[Tensor, ...]], operations: Sequence[Operation], tensors: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Fold operations around ``fn`` and call it: what :class:`_Remote` asks a worker for.
+    """Fold operations around ``fn``, whose outputs are a tuple, and call it: what :class:`_Remote` asks a worker for.
 
     First order goes through ``autograd.grad``, which tells "no path" (None) from zero; the rest through torch.func,
     under the math attention kernel, since the fused ones have no forward mode and no double backward.
     """
     if not operations:
         with torch.no_grad():
-            return [fn(*tensors)]
+            return fn(*tensors)
     if is_first_order(operations):
-        wanted, primals, cotangent = operations[0]["vjp"], list(tensors[:-1]), tensors[-1]
+        wanted, given = operations[0]["vjp"], operations[0]["given"]
+        primals, cotangents = list(tensors[: len(tensors) - len(given)]), tensors[len(tensors) - len(given) :]
         with torch.enable_grad():
             for i in wanted:
                 primals[i] = primals[i].detach().requires_grad_()
-            out = fn(*primals)
-            if not out.requires_grad:
+            outputs = fn(*primals)
+            pulled = [(outputs[i], c) for i, c in zip(given, cotangents, strict=True) if outputs[i].requires_grad]
+            if not pulled:
                 return [None] * len(wanted)
-            return torch.autograd.grad(out, [primals[i] for i in wanted], cotangent, allow_unused=True)
-    folded: Callable[..., tuple[Tensor, ...]] = lambda *inputs: (fn(*inputs),)  # noqa: E731
+            outs, cotangents = zip(*pulled, strict=True)
+            return torch.autograd.grad(outs, [primals[i] for i in wanted], cotangents, allow_unused=True)
+    folded = fn
     for operation in operations:
         folded = _fold(folded, operation)
     # NOTE [grad mode] must be on: with it off, torch picks backward kernels (silu's) that cannot be derived again

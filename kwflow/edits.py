@@ -85,15 +85,16 @@ def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any
     if isinstance(value, Mapping):
         if layers is not None:
             raise KwargError(f"{what}: give {{layer: value}} or layers=, not both")
-        values = {_numbers(layer, "layers", what): own for layer, own in value.items()}
+        values = {numbers(layer, "layers", what): own for layer, own in value.items()}
     elif layers is None:
         raise KwargError(f"{what}: say where: layers=12, layers=range(10, 20), or {{layer: value}}")
     else:
-        values = {_numbers(layers, "layers", what): value}
-    return Edit(kind, values, point, at, strength, None if heads is None else _numbers(heads, "heads", what))
+        values = {numbers(layers, "layers", what): value}
+    return Edit(kind, values, point, at, strength, None if heads is None else numbers(heads, "heads", what))
 
 
-def _numbers(given: Any, name: str, what: str) -> tuple[int, ...]:
+def numbers(given: Any, name: str, what: str) -> tuple[int, ...]:
+    """Layer or head numbers, one or several."""
     try:
         numbers = [operator.index(i) for i in (given if isinstance(given, Iterable) else [given])]
     except TypeError:

@@ -20,10 +20,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kwflow import link
-from kwflow.axes import describe
+from kwflow.axes import Axed, describe
 from kwflow.bound import Span, is_wrapped
+from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
 from kwflow.plan import Options, Peers, Plan, PlanCall, bind, wait
+from kwflow.positions import Columns
 from kwflow.schema import Spec
 
 
@@ -109,11 +111,36 @@ class Flow:
         Raises UnknownKwarg, KwargError, ShapeError, AxesError, SpanError before anything is sent; WorkerFailed,
         NoRoute or DeadlineError by ``options(timeout=)``.
         """
+        if kwargs.get("capture") is not None:
+            raise KwargError("a call returns hidden alone; out, acts = flow.capture({'resid': [3]}, **x) captures")
+        return self._outputs(hidden, kwargs)[0]
+
+    def capture(
+        self, points: Mapping[str, Any], hidden: Tensor, *, at: Any = "all", mean: bool = False, **kwargs: Any
+    ) -> tuple[Tensor, Capture]:
+        """A call that also brings back what is at points of layers.
+
+            out, acts = flow.capture({"resid": [3, 8], "attn": [3]}, at="prompt[-1]", **x)
+            acts["resid", 3]                                             # (batch, pos, hidden), acts.mask (batch, pos)
+
+        Only what is asked for travels. Differentiable, as the output is. See ``kf.Capture`` and ``kwflow.positions``.
+        """
+        acts = Capture(points, at=at, mean=mean)
+        if kwargs.get("capture") is not None or hidden.numel() == 0:
+            raise KwargError("flow.capture takes points, and a hidden with at least one row and column")
+        out, *values = self._outputs(hidden, {**kwargs, "capture": acts})
+        mask = kwargs.get("attention_mask")
+        mask = mask.tensor if isinstance(mask, Axed) else mask
+        acts.take(pick(at, Columns.of_call(mask, hidden.shape[1])), values, hidden.shape[0])
+        return out, acts
+
+    def _outputs(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
+        """Hidden, then what is captured."""
         plan = self.plan(hidden, kwargs)
         tensors = (hidden, *plan.bound.tensors)
         if hidden.numel() == 0:
             reached = [t.sum().to(hidden.dtype) * 0 for t in plan.bound.tensors if t.requires_grad]
-            return sum(reached, hidden.clone())
+            return [sum(reached, hidden.clone())]
         if any(is_wrapped(t) for t in tensors) or _in_forward_mode(tensors):
             return plan.by_spans(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -134,7 +161,8 @@ class Flow:
                     raise UnsupportedError("flow.acall is not differentiable; call flow(...) or use torch.no_grad()")
                 if hidden.numel() == 0:
                     return hidden.clone()
-                return (await plan.forward((hidden, *plan.bound.tensors)))[0]
+                outputs, _ = await plan.forward((hidden, *plan.bound.tensors))
+                return outputs[0]
         except TimeoutError as error:
             raise DeadlineError(f"a call of layers {self.start}:{self.stop} did not end in {seconds:g} s") from error
 

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kwflow import captures, edits
 from kwflow import tree as trees
 from kwflow.axes import Axed, bind, check_sizes, describe, expansions, without_layer
 from kwflow.bound import Bound, Layers, Span, name_in
-from kwflow.edits import check, lower
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg, did_you_mean
 from kwflow.positions import Columns
 from kwflow.schema import SCALARS, Schema, Spec
+
+_AT_POINTS: dict[str, Any] = {"edit": edits, "capture": captures}  # what looks positions up, and checks entries
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def bind_kwargs(
     AxesError, ShapeError or SpanError.
     """
     found: dict[Layers, dict[str, Any]] = {"call": {}, "layers": {}}
-    edits: Any = None
+    at_points: dict[str, Any] = {}
     for name, value in kwargs.items():
         if value is None and any(name in schema.refused for _, schema in schemas):
             continue
@@ -73,8 +75,8 @@ def bind_kwargs(
         spec = next(schema.kwargs[name] for _, schema in schemas if name in schema.kwargs)
         if spec.points:
             if isinstance(value, PerLayer):
-                raise KwargError(f"{name} cannot stand in kf.per_layer: each edit says its layers, kf.add(…, layers=)")
-            edits = value
+                raise KwargError(f"{name} cannot stand in kf.per_layer: it says its layers itself, kf.add(…, layers=)")
+            at_points[name] = value
         elif isinstance(value, PerLayer) or (spec.by_layer and isinstance(value, Mapping)):
             if spec.group == "call":
                 raise KwargError(f"{name} holds for the whole call: it cannot differ by layer")
@@ -86,11 +88,14 @@ def bind_kwargs(
     _refuse_missing(schemas, span, found)
     sections = [(layers, values) for layers, values in found.items() if values]
     bound = [(layers, _bind_section(layers, values, schemas, span, sizes)) for layers, values in sections]
-    if edits is not None:
+    if at_points and columns is None:
         mask = next((values["attention_mask"].tensor for _, values in bound if "attention_mask" in values), None)
-        where = Columns.of_call(mask, sizes["seq"]) if columns is None else columns
-        for number, (layers, entry) in enumerate(lower(edits, span, where)):
-            bound.append((layers, _bind_section(layers, {"edit": [entry]}, schemas, span, sizes, f"edit[{number}]")))
+        columns = Columns.of_call(mask, sizes["seq"])
+    for name, value in at_points.items():
+        assert columns is not None
+        for number, (layers, entry) in enumerate(_AT_POINTS[name].lower(value, span, columns)):
+            what = f"{name}[{number}]"
+            bound.append((layers, _bind_section(layers, {name: [entry]}, schemas, span, sizes, what)))
     return Bound.of(span, bound)
 
 
@@ -131,7 +136,7 @@ def _bind_section(
         if spec.points:
             if not isinstance(value, list):
                 raise KwargError(f"{what_} is a {type(value).__name__}; it takes {spec.says()}")
-            bound[name] = [check(entry, spec.points, known, what_) for entry in value]
+            bound[name] = [_AT_POINTS[name].check(entry, spec.points, known, what_) for entry in value]
         else:
             bound[name] = _bind_value(what_, value, spec, known, own_layer=not isinstance(layers, str))
     return bound

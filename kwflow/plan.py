@@ -109,61 +109,41 @@ class Plan:
             raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
         return to_devices(reply.tree, operations, tensors)
 
-    async def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, list[list[Tensor]]]:
-        """Values, and each sub-batch's hidden before every hop; sub-batches run through the pipeline at once."""
+    async def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """The outputs (hidden, then what is captured), and each sub-batch's hidden before every hop.
+
+        Sub-batches run through the pipeline at once.
+        """
         turn = asyncio.Semaphore(IN_FLIGHT)
 
-        async def one(rows: Span) -> list[Tensor]:
+        async def one(rows: Span) -> tuple[list[Tensor], list[Tensor]]:
             async with turn:
-                seen = [tensors[0].detach()[rows[0] : rows[1]]]
+                seen, captured = [tensors[0].detach()[rows[0] : rows[1]]], list[Tensor]()
                 for hop in self.route:
-                    bound, keep = self.bound.part(rows, hop.span)
-                    (out,) = await self.send(hop, bound, (), [seen[-1], *bound.tensors])
-                    seen.append(check_reply(out, seen[-1], hop))
-                return seen
+                    bound, _ = self.bound.part(rows, hop.span)
+                    outputs = await self.send(hop, bound, (), [seen[-1], *bound.tensors])
+                    out, *more = check_outputs(outputs, seen[-1], hop, bound)
+                    seen.append(out)
+                    captured += more
+                return [seen.pop(), *captured], seen
 
         runs = await all_or_first_error([one(rows) for rows in self.cuts])
-        last = [run.pop() for run in runs]
-        return (last[0] if len(last) == 1 else torch.cat(last)), runs
+        return _join_rows([outputs for outputs, _ in runs]), [seen for _, seen in runs]
 
     async def backward(
-        self, cotangent: Tensor, needed: Sequence[bool], boundaries: Sequence[Sequence[Tensor]]
+        self, cotangents: Sequence[Tensor | None], needed: Sequence[bool], boundaries: Sequence[Sequence[Tensor]]
     ) -> list[Tensor | None]:
-        """Gradients of hidden and every kwarg tensor; each worker recomputes its span, asked for what is needed."""
+        """Gradients of hidden and every kwarg tensor; each worker recomputes its span, asked for what is needed.
+
+        ``cotangents``: of hidden and of what was captured; None where the loss does not depend on it.
+        """
         turn = asyncio.Semaphore(IN_FLIGHT)
 
         async def one(number: int) -> list[tuple[int, Tensor]]:
             async with turn:
-                rows, gradients = self.cuts[number], []
-                back: Tensor | None = cotangent[rows[0] : rows[1]]
-                for at in reversed(range(len(self.route))):
-                    hop = self.route[at]
-                    bound, keep = self.bound.part(rows, hop.span)
-                    leaves = [i for i, index in enumerate(keep) if needed[1 + index]]
-                    upstream = needed[0] or any(self._acts_before(hop, i) for i, need in enumerate(needed[1:]) if need)
-                    wanted = ([0] if upstream else []) + [1 + i for i in leaves]
-                    if not wanted:
-                        break
-                    assert back is not None
-                    operation = {"vjp": wanted, "given": [0]}
-                    found = await self.send(hop, bound, (operation,), [boundaries[number][at], *bound.tensors, back])
-                    if len(found) != len(wanted):
-                        raise WorkerFailed(
-                            f"{len(found)} gradients for {len(wanted)} inputs", peer=hop.peer, span=hop.span
-                        )
-                    answer = dict(zip(wanted, found, strict=True))
-                    for i in leaves:
-                        grad = answer[1 + i]
-                        if grad is not None:
-                            gradients.append((1 + keep[i], self._whole(grad, keep[i], rows, hop.span)))
-                    back = answer.get(0)
-                    if back is None:
-                        break
-                if back is not None and needed[0]:
-                    whole = back.new_zeros((self.cuts[-1][1], *back.shape[1:]))
-                    whole[rows[0] : rows[1]] = back
-                    gradients.append((0, whole))
-                return gradients
+                rows = self.cuts[number]
+                mine = [None if c is None else c[rows[0] : rows[1]] for c in cotangents]
+                return await self._pull(rows, mine, needed, boundaries[number])
 
         found = await all_or_first_error([one(number) for number in range(len(self.cuts))])
         totals: list[Tensor | None] = [None] * len(needed)
@@ -171,6 +151,38 @@ class Plan:
             held = totals[index]
             totals[index] = grad if held is None else held + grad
         return totals
+
+    async def _pull(
+        self, rows: Span, cotangents: Sequence[Tensor | None], needed: Sequence[bool], boundaries: Sequence[Tensor]
+    ) -> list[tuple[int, Tensor]]:
+        """One sub-batch's gradients, hop by hop from the last, each with the number of its tensor."""
+        gradients, back, captured = list[tuple[int, Tensor]](), cotangents[0], list(cotangents[1:])
+        for hop, entering in zip(reversed(self.route), reversed(boundaries), strict=True):
+            bound, keep = self.bound.part(rows, hop.span)
+            first = len(captured) - bound.captures()
+            own, captured = captured[first:], captured[:first]
+            given = {i: c for i, c in enumerate([back, *own]) if c is not None}
+            leaves = [i for i, index in enumerate(keep) if needed[1 + index]]
+            upstream = needed[0] or any(self._acts_before(hop, i) for i, need in enumerate(needed[1:]) if need)
+            wanted = ([0] if upstream else []) + [1 + i for i in leaves]
+            if not given or not wanted:  # nothing of the loss is from here on, or nothing that is needed before here
+                back = None
+                continue
+            operation = {"vjp": wanted, "given": list(given)}
+            found = await self.send(hop, bound, (operation,), [entering, *bound.tensors, *given.values()])
+            if len(found) != len(wanted):
+                raise WorkerFailed(f"{len(found)} gradients for {len(wanted)} inputs", peer=hop.peer, span=hop.span)
+            answer = dict(zip(wanted, found, strict=True))
+            for i in leaves:
+                grad = answer[1 + i]
+                if grad is not None:
+                    gradients.append((1 + keep[i], self._whole(grad, keep[i], rows, hop.span)))
+            back = answer.get(0)
+        if back is not None and needed[0]:
+            whole = back.new_zeros((self.cuts[-1][1], *back.shape[1:]))
+            whole[rows[0] : rows[1]] = back
+            gradients.append((0, whole))
+        return gradients
 
     def _acts_before(self, hop: Hop, leaf: int) -> bool:
         """Whether a kwarg acts on layers before this hop, so that the cotangent must go on."""
@@ -183,16 +195,17 @@ class Plan:
         grad = part_adjoint(grad, of_rows, "layer", span[0] - self.bound.start, span[1] - self.bound.start)
         return part_adjoint(grad, whole, "batch", *rows)
 
-    def by_spans(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The same values with every derivative: one Function per worker span, ordinary torch ops around it."""
-        outs = []
+    def by_spans(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same outputs with every derivative: one Function per worker span, ordinary torch ops around it."""
+        runs = []
         for rows in self.cuts:
-            hidden = tensors[0] if len(self.cuts) == 1 else tensors[0][rows[0] : rows[1]]
+            hidden, captured = tensors[0] if len(self.cuts) == 1 else tensors[0][rows[0] : rows[1]], list[Tensor]()
             for hop in self.route:
-                bound, keep = self.bound.with_tensors(tensors[1:]).part(rows, hop.span)
-                hidden = remote_call(self._perform(hop, bound), [hidden, *bound.tensors])
-            outs.append(hidden)
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+                bound, _ = self.bound.with_tensors(tensors[1:]).part(rows, hop.span)
+                hidden, *more = remote_call(self._perform(hop, bound), [hidden, *bound.tensors])
+                captured += more
+            runs.append([hidden, *captured])
+        return _join_rows(runs)
 
     def _perform(self, hop: Hop, bound: Bound) -> Perform:
         def perform(operations: Operations, tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -205,26 +218,27 @@ class PlanCall(torch.autograd.Function):
     """A whole call as one Function: plain first-order autograd, pipelined over sub-batches both ways."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> Tensor:
-        out, boundaries = plan.run(plan.forward(tensors))
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, boundaries = plan.run(plan.forward(tensors))
         ctx.plan, ctx.boundaries = plan, boundaries  # a cache that backward reads and never consumes
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        return out
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
-        (cotangent,) = grad_outputs
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        if cotangent is None:
+        given = [i for i, cotangent in enumerate(grad_outputs) if cotangent is not None]
+        if not given:
             return (None, *(None for _ in tensors))
         if not torch.is_grad_enabled():
-            return (None, *ctx.plan.run(ctx.plan.backward(cotangent, needed, ctx.boundaries)))
+            return (None, *ctx.plan.run(ctx.plan.backward(grad_outputs, needed, ctx.boundaries)))
         wanted = [i for i, need in enumerate(needed) if need]
         # views: one tensor given twice, or a kwarg made from hidden, must get its own part of the gradient and no more
         own = [t.view_as(t) for t in tensors]
-        out = ctx.plan.by_spans(own)
-        found = torch.autograd.grad(out, [own[i] for i in wanted], cotangent, create_graph=True, allow_unused=True)
+        outputs, inputs = ctx.plan.by_spans(own), [own[i] for i in wanted]
+        pulled, cotangents = [outputs[i] for i in given], [grad_outputs[i] for i in given]
+        found = torch.autograd.grad(pulled, inputs, cotangents, create_graph=True, allow_unused=True)
         grads = dict(zip(wanted, found, strict=True))
         return (None, *(grads.get(i) for i in range(len(tensors))))
 
@@ -269,12 +283,23 @@ def to_devices(
     return [None if r is None else r.to(tensor.device) for r, tensor in zip(results, like, strict=True)]
 
 
-def check_reply(out: Tensor | None, hidden: Tensor, hop: Hop) -> Tensor:
-    """A reply must be what was asked for: the hidden's shape and dtype."""
+def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound) -> list[Tensor]:
+    """A reply must be what was asked for: the hidden's shape and dtype, then each capture's rows and dtype."""
+    found = outputs if isinstance(outputs, list) else []
+    out = found[0] if found else None
     if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
         got = describe(out) if isinstance(out, Tensor) else type(out).__name__
         raise WorkerFailed(f"answered {got} for a hidden {describe(hidden)}", peer=hop.peer, span=hop.span)
-    return out
+    good = [isinstance(t, Tensor) and t.dim() > 2 and (len(t), t.dtype) == (len(out), out.dtype) for t in found]
+    if len(found) != 1 + bound.captures(hop.span) or not all(good):
+        said = f"{len(found) - 1} captures for {bound.captures(hop.span)}"
+        raise WorkerFailed(f"answered {said}, or others than were asked for", peer=hop.peer, span=hop.span)
+    return found
+
+
+def _join_rows(runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Each output of all sub-batches."""
+    return list(runs[0]) if len(runs) == 1 else [torch.cat(parts) for parts in zip(*runs, strict=True)]
 
 
 def wait(work: Coroutine[Any, Any, Any], timeout: float, what: str) -> Any:

@@ -37,6 +37,7 @@ class Columns:
     position_BS: Tensor  # int; -1 at pads
     prompt_S: Tensor | None  # bool: which columns are of the prompt; None: nobody said
     prompt_tokens_B: Tensor | None  # int: tokens of each row's prompt; None: not known
+    start: int = 0  # columns that stand before these
     session: bool = False  # more columns may come: a position that is not here may be elsewhere
     counted: bool = True  # False after a 4-D mask, which leaves token positions unsaid
 

@@ -19,7 +19,7 @@ class Spec:
     bare: bool = True  # a tensor without declared axes is taken when its rank says which form it is
     by_layer: bool = False  # {layer: value} is taken
     required: bool = False
-    points: tuple[str, ...] = ()  # it is a list of edits at these points (``kwflow.edits``)
+    points: tuple[str, ...] = ()  # it acts at these points of a layer, at token positions (edit, capture)
     group: str = "layers"
 
     @property
@@ -29,7 +29,7 @@ class Spec:
     def says(self) -> str:
         """What the kwarg takes, for an error message."""
         if self.points:
-            return "a list of kf.add, kf.put, kf.scale, kf.project_out"
+            return "what kf.add, kf.put, kf.scale, kf.project_out or kf.Capture make"
         forms = [repr(signature) for signature in self.signatures] + list(self.scalars)
         return " | ".join(forms) or "a tree whose tensors are declared with kf.axes"
 
@@ -71,7 +71,8 @@ POSITION_IDS = Spec(forms=(("batch seq", ("int",)),), group="call")
 
 def schema(sizes: dict[str, int], *, positions: bool, refused: dict[str, str], points: tuple[str, ...] = ()) -> Schema:
     """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits act."""
-    kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, "edit": Spec(points=points)}
+    at_points = {"edit": Spec(points=points), "capture": Spec(points=points)}
+    kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, **at_points}
     if positions:
         kwargs["position_ids"] = POSITION_IDS
     return Schema(kwargs, sizes, refused)

@@ -19,9 +19,10 @@ from torch import Tensor
 from kwflow import link
 from kwflow.axes import Axed, describe
 from kwflow.bound import Bound, is_wrapped
+from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, SessionError, ShapeError, WorkerFailed
 from kwflow.flow import Flow, check_hidden, token_ids
-from kwflow.plan import Hop, bind, check_reply, request_tree, wait
+from kwflow.plan import Hop, bind, check_outputs, request_tree, wait
 from kwflow.positions import Columns, from_the_end, token_position
 from kwflow.wire import Message
 
@@ -52,7 +53,8 @@ class Session:
         self._reorder_count = 0
         self._route: list[Hop] = []
         self._channels: list[link.Channel] = []
-        self._running: concurrent.futures.Future[Tensor] | None = None
+        self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()  # which follow its rows and columns
+        self._running: concurrent.futures.Future[list[Tensor]] | None = None
         self._turn = threading.Lock()
         self._freed = weakref.finalize(self, _free, self._channels)
 
@@ -89,13 +91,18 @@ class Session:
             if not self._route:
                 blocked = self.flow._options.peers_blocked
                 self._route = wait(self.flow.peers.route(*self.flow.span, blocked), timeout, "a step")
-            bound, mask, positions = self._bind(hidden, kwargs, repeats, prompt, prompt_length)
+            capture = kwargs.get("capture")
+            if isinstance(capture, Capture):
+                capture.belong(self)
+            bound, mask, positions, columns = self._bind(hidden, kwargs, repeats, prompt, prompt_length)
             if hidden.numel() == 0:
                 return hidden.clone()
             self._settle(timeout)
             self._running = link.submit(self._send(hidden.detach(), bound))
             try:
-                out = self._running.result(timeout)  # an interrupt leaves it running; the next step waits for it
+                out, *captured = self._running.result(
+                    timeout
+                )  # an interrupt leaves it running; the next step waits for it
             except TimeoutError as error:
                 raise DeadlineError(f"a step did not end in {timeout:g} s (flow.options(timeout=…))") from error
             self._running = None
@@ -105,6 +112,9 @@ class Session:
             self._positions = positions
             self._prompt_columns = self._prompt_columns if prompt is None else prompt
             self._reorders.clear()
+            if isinstance(capture, Capture):
+                self._captures.add(capture)
+                capture.take(pick(capture.at, columns), captured, self.batch)
             return out.to(hidden.device)
 
     def inputs(self, ids: Tensor | Sequence[str] | str | Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -136,6 +146,8 @@ class Session:
             self._reorder_count += 1
             self._reorders.append((self._reorder_count, rows))
             index = torch.tensor(rows, dtype=torch.long)
+            for capture in self._captures:
+                capture.reorder(index)
             self._mask = None if self._mask is None else self._mask[index]
             self._positions = None if self._positions is None else self._positions[index]
 
@@ -147,6 +159,8 @@ class Session:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
         with self._turn:
             self.position = position
+            for capture in self._captures:
+                capture.rollback(position)
             self._mask = None if self._mask is None else self._mask[:, :position]
             self._positions = None if self._positions is None or not position else self._positions[:, :position]
             if self._four_d is not None and position <= self._four_d:
@@ -187,8 +201,8 @@ class Session:
         repeats: int,
         prompt: int | None,
         prompt_length: int | Tensor | None,
-    ) -> tuple[Bound, Tensor | None, Tensor | None]:
-        """The step's kwargs for the wire, and the mask and positions to remember when it succeeds."""
+    ) -> tuple[Bound, Tensor | None, Tensor | None, Columns]:
+        """The step's kwargs for the wire, the mask and positions to remember when it succeeds, its columns."""
         batch, seq, _ = hidden.shape
         start, stop = self.position, self.position + seq
         given = dict(kwargs)
@@ -208,11 +222,16 @@ class Session:
         if any(is_wrapped(t) for t in tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
             raise SessionError("a session is not differentiable: use flow(...) for gradients, or torch.no_grad()")
         if positions is not None and self._positions is None and _are_columns(positions, start):
-            return bound.joined(sent.without("position_ids")), remembered, None  # what a worker takes them for anyway
+            return (
+                bound.joined(sent.without("position_ids")),
+                remembered,
+                None,
+                columns,
+            )  # what a worker takes them for anyway
         if positions is not None:
             before = torch.arange(start).expand(batch, start) if self._positions is None else self._positions
             positions = torch.cat([before, called.call()["position_ids"].tensor.expand(batch, seq)], 1)
-        return bound.joined(sent), remembered, positions
+        return bound.joined(sent), remembered, positions, columns
 
     def _columns(
         self,
@@ -233,7 +252,7 @@ class Session:
         elif prompt is not None and prompt <= stop:
             tokens = torch.full((1,), prompt) if mask is None else mask[:, :prompt].sum(1)
         is_prompt = None if prompt is None else numbers < prompt
-        return Columns(position, is_prompt, tokens, session=True, counted=self._four_d is None)
+        return Columns(position, is_prompt, tokens, start=start, session=True, counted=self._four_d is None)
 
     def _check_end(self, edits: Any, start: int, prompt: int, prompt_length: Any) -> None:
         """Refuse a prompt that goes on after something was counted from its end."""
@@ -277,7 +296,8 @@ class Session:
             running, self._running = self._running, None
             concurrent.futures.wait([running], timeout)
 
-    async def _send(self, hidden: Tensor, bound: Bound) -> Tensor:
+    async def _send(self, hidden: Tensor, bound: Bound) -> list[Tensor]:
+        captured: list[Tensor] = []
         peers = self.flow.peers
         while len(self._channels) < len(self._route):
             self._channels.append(await peers.pool.transport.open(self._route[len(self._channels)].peer))
@@ -298,9 +318,9 @@ class Session:
             finally:
                 peers.pool.bytes_sent += channel.bytes_sent - before[0]
                 peers.pool.bytes_received += channel.bytes_received - before[1]
-            out = reply.tree[0] if isinstance(reply.tree, list) and len(reply.tree) == 1 else None
-            hidden = check_reply(out, hidden, hop)
-        return hidden
+            hidden, *more = check_outputs(reply.tree, hidden, hop, mine)
+            captured += more
+        return [hidden, *captured]
 
 
 def _on_cpu(value: Any) -> Any:

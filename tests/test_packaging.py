@@ -33,7 +33,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 # The parts of kwflow, and what each may import of kwflow. Every module has a place here.
 PARTS = {
     "words": ["errors", "axes", "tree", "link", "wire"],
-    "core": ["blocks", "positions", "points", "edits", "kv", "schema", "bound", "kwargs", "derive"],
+    "core": ["blocks", "positions", "points", "edits", "captures", "kv", "schema", "bound", "kwargs", "derive"],
     "client": ["plan", "flow", "session"],
     "research": ["verify", "steering", "adapters"],
     "models": [

@@ -13,6 +13,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +28,18 @@ from kwflow.models.remote_cache import RemoteCache
 from kwflow.models.tuning import NONE, Tuning, arguments, load_tuned, prefixing, save_tuned, saved_names
 from kwflow.tree import flatten
 
-_kwargs: ContextVar[Mapping[str, Any] | None] = ContextVar("kwflow_kwargs", default=None)  # generate's, at every step
+
+
+@dataclass(frozen=True)
+class During:
+    """What holds at every step of a generate call."""
+
+    kwargs: Mapping[str, Any]
+    prompt: int | None = None  # columns of the prompt
+    prompt_tokens: Tensor | None = None  # tokens of each row's prompt
+
+
+during: ContextVar[During] = ContextVar("kwflow_during", default=During({}))
 
 # what transformers' forwards read from their **kwargs
 EXTRAS = frozenset(
@@ -65,7 +77,7 @@ class Distributed:
         mask = call.pop("attention_mask", None)
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.is_floating_point():
             mask = mask.long()  # as transformers takes it; what is not 0 or 1 is refused further on
-        own = {**(_kwargs.get() or {}), **own}
+        own = {**during.get().kwargs, **own}
         self.tuning.check(own, mask)
         if cache is not None:
             call[cache_name] = cache
@@ -89,7 +101,10 @@ class Distributed:
             step["position_ids"] = layer_kwargs["position_ids"]
         if cache is None:
             return self.flow(hidden, **step)
-        return cache.session._step(hidden, step, repeats=cache.repeats)
+        now = during.get()
+        return cache.session._step(
+            hidden, step, repeats=cache.repeats, prompt=now.prompt, prompt_length=now.prompt_tokens
+        )
 
     def _cache(self, call: dict[str, Any], name: str, own: Mapping[str, Any]) -> RemoteCache | None:
         """Take the cache out of a forward's arguments; a new session where one is wanted."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kwflow.axes import Axed
 from kwflow.errors import KwargError, UnsupportedError
-from kwflow.models.distributed import EXTRAS, NOT_SENT, Distributed, _kwargs
+from kwflow.models.distributed import EXTRAS, NOT_SENT, Distributed, During, during
 from kwflow.models.prepare import cache_argument
 from kwflow.models.remote_cache import RemoteCache
 from kwflow.models.spans import quiet
@@ -55,13 +55,21 @@ class Generates(Distributed):
                 session = mine = self.flow.session(columns)
             call[cache_name] = RemoteCache(session, repeats, self.tuning.length)
         call["use_cache"] = True  # whatever the model's config says (mpt's: no): the session is the cache
-        token = _kwargs.set(own)
+        token = during.set(During(own, *self._prompt(call)))
         try:
             return super().generate(**call)  # type: ignore[misc]
         finally:
-            _kwargs.reset(token)
+            during.reset(token)
             if mine is not None:
                 mine.close()
+
+    def _prompt(self, call: Mapping[str, Any]) -> tuple[int, Tensor]:
+        """How many columns are the prompt's, those of trained prompts included, and each row's tokens of them."""
+        ids, mask = _inputs(call), call.get("attention_mask")
+        columns = self.tuning.length + (ids.shape[1] if isinstance(ids, Tensor) else 1)
+        given = isinstance(mask, Tensor) and mask.dim() == 2
+        tokens = self.tuning.length + mask.sum(1) if given else torch.full((1,), columns)
+        return columns, tokens.long().cpu()
 
     def generate_batch(self, *_: Any, **__: Any) -> Any:
         """Refused: transformers' continuous batching keeps paged keys and values in this process."""
@@ -105,10 +113,14 @@ class Generates(Distributed):
                     )
 
 
+def _inputs(call: Mapping[str, Any]) -> Any:
+    ids = call.get("inputs_embeds")
+    return call.get("input_ids", call.get("inputs")) if ids is None else ids
+
+
 def _columns(call: Mapping[str, Any], settings: Any) -> int:
     """The most columns that a generate call fills, drafts included."""
-    ids = call.get("inputs_embeds")
-    ids = call.get("input_ids", call.get("inputs")) if ids is None else ids
+    ids = _inputs(call)
     prompt = ids.shape[1] if isinstance(ids, Tensor) else 1
     new = settings.max_new_tokens
     total = prompt + new if new is not None else max(settings.max_length or 0, prompt + 20)

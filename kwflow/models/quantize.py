@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kwflow.errors import ModelError, UnsupportedError, did_you_mean
 from kwflow.bound import is_wrapped
+from kwflow.errors import ModelError, UnsupportedError, did_you_mean
 
 MODES = ("int8", "nf4")
 BLOCK = 64  # weights that share a scale in nf4

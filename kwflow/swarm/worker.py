@@ -253,8 +253,10 @@ class ClientConnection:
             if dtype != spec.dtype:
                 params = upcast(params, dtype)
 
-            def fn(hidden: Tensor, *leaves: Tensor) -> Tensor:
-                return run(blocks, params, hidden.to(dtype), bound.with_tensors(leaves)).to(hidden.dtype)
+            def fn(hidden: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+                captured: list[Tensor] = []
+                out = run(blocks, params, hidden.to(dtype), bound.with_tensors(leaves), captured=captured)
+                return tuple(output.to(hidden.dtype) for output in (out, *captured))
 
             with precision(dtype):
                 try:
@@ -288,7 +290,8 @@ class ClientConnection:
             raise WorkerFailed(f"this worker holds {session.length} columns of the session, the step starts at {past}")
         blocks = spec.part(start, stop)
 
-        def work() -> Tensor:
+        def work() -> list[Tensor]:
+            captured: list[Tensor] = []
             with torch.no_grad():
                 for number, rows in reorders:
                     if number > session.reordered:
@@ -301,12 +304,14 @@ class ClientConnection:
                 session.length = past  # what stands behind is cropped, also when this step fails
                 params = [block.params for block in blocks]
                 entering = hidden.to(spec.device, spec.dtype)
-                out = run(blocks, params, entering, mine, past=past, attention_mask=mask, kv=session.kv)
+                out = run(
+                    blocks, params, entering, mine, past=past, attention_mask=mask, kv=session.kv, captured=captured
+                )
                 session.length = past + seq
-                return out.to(hidden.dtype).cpu()
+                return [output.to(hidden.dtype).cpu() for output in (out, *captured)]
 
-        out, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
-        return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, [out])
+        outputs, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
+        return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, outputs)
 
     def _opened(self, meta: Mapping[str, Any], batch: int, start: int, stop: int) -> Session:
         if self.session is not None and meta["start"] == 0 and batch != self.session.batch:
