@@ -26,7 +26,13 @@ from kwflow.flow import Flow
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span
 from kwflow.swarm.worker import Served
-from tests.configs import CONFIGS, HEADS, HIDDEN, KV_HEADS, LAYERS, MAX_LENGTH, VOCAB, config
+from tests.configs import CONFIGS, VOCAB
+from tests.configs import HEADS as HEADS
+from tests.configs import HIDDEN as HIDDEN
+from tests.configs import KV_HEADS as KV_HEADS
+from tests.configs import LAYERS as LAYERS
+from tests.configs import MAX_LENGTH as MAX_LENGTH
+from tests.configs import config as config
 
 FAMILIES = ("llama", "gpt2", "bloom")  # tested in depth; every family: tests/test_every_family.py
 ONE, TWO, THREE, EACH = (4,), (2, 4), (1, 3, 4), (1, 2, 3, 4)  # where workers' spans end

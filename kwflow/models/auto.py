@@ -131,6 +131,10 @@ class Distributed:
                 return self.flow(hidden, **step)
             return cache.session._step(hidden, step, repeats=cache.repeats)
 
+        ends: Any = self.flow.ends
+        if ends.counts_mask and isinstance(mask, Tensor) and mask.dim() == 2 and call.get("position_ids") is None:
+            shown = next(call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None)
+            call["position_ids"] = (mask.long().cumsum(-1) * mask.long() - 1)[:, -shown.shape[1] :]  # as hf's forward
         if cache is not None:
             call[cache_name] = cache
         with bridged(remote):

@@ -14,19 +14,25 @@ from torch import Tensor, nn
 from kwflow.blocks import Block, SpanSpec
 from kwflow.edits import schema
 from kwflow.errors import ModelError, SpanError
-from kwflow.models.checkpoint import Checkpoint, layer_hash, model_path
+from kwflow.models.checkpoint import CONFIG, Checkpoint, layer_hash, model_path, read_json
 from kwflow.models.experts import derivable_experts
-from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes
+from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes, unsupported
 from kwflow.models.prepare import cache_argument, recorder
 from kwflow.models.weights import Sources, fill_buffers
 
 
 def read_config(model: str | os.PathLike[str]) -> tuple[Any, str]:
-    """A model's config and its folder."""
+    """A model's config and its folder. Raises UnsupportedError for a model that no row of families describes."""
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     folder = model_path(model)
-    return AutoConfig.from_pretrained(folder), str(folder)
+    name = read_json(folder / CONFIG).get("model_type")
+    if name not in CONFIG_MAPPING:
+        raise unsupported(str(name), "this version of transformers does not know it")
+    config = AutoConfig.from_pretrained(folder)
+    family_of(config)
+    return config, str(folder)
 
 
 def model_name(model: str | os.PathLike[str]) -> str:

@@ -97,7 +97,7 @@ def fill_buffers(model: Any, outer: Any, *, skip: Any = None) -> None:
     with torch.no_grad():
         skipped = set(() if skip is None else skip.modules())
         for module in (inner for inner in outer.modules() if inner not in skipped):
-            own = {name: buffer for name, buffer in module.named_buffers(recurse=False)}
+            own = dict(module.named_buffers(recurse=False))
             missing = [name for name in own if own[name].is_meta and name in module._non_persistent_buffers_set]
             for name in missing:
                 empty = torch.empty_like(own[name], device="cpu")
@@ -106,4 +106,4 @@ def fill_buffers(model: Any, outer: Any, *, skip: Any = None) -> None:
                 model._init_weights(module)
             for name in missing:
                 if module._buffers[name].isnan().any():
-                    raise ModelError(f"{type(module).__name__}.{name} is in no checkpoint, and transformers left it unset")
+                    raise ModelError(f"no checkpoint holds {type(module).__name__}.{name}, and transformers set it not")
