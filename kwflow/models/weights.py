@@ -52,14 +52,12 @@ class Sources:
 
         A converter may make several tensors from one, which counts under the first of their names.
         """
+        chosen = {target: sources for target, sources in self._of.items() if wanted(target)}
+        raw = self.checkpoint.read(source for sources in chosen.values() for source, _ in sources)
         made: dict[str, Tensor] = {}
-        raw: dict[str, Tensor] = {}
-        for target, sources in self._of.items():
-            if not wanted(target):
-                continue
-            read = self.checkpoint.read(source for source, _ in sources)
-            raw.update(read)
-            made.update(self._convert(target, sources, {k: v.to(self._dtype(target)) for k, v in read.items()}))
+        for target, sources in chosen.items():
+            cast = {source: raw[source].to(self._dtype(target)) for source, _ in sources}
+            made.update(self._convert(target, sources, cast))
         return made, raw
 
     def _dtype(self, target: str) -> torch.dtype:
