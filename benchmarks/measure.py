@@ -270,10 +270,10 @@ def _call_seconds() -> Iterator[Spent]:
 @contextmanager
 def _layer_seconds(local: Any) -> Iterator[Spent]:
     """The local model's time between the first layer's start and the last layer's end."""
-    from kwflow.models.families import family_of
+    from kwflow.models.families import family_of, layer_list
 
     spent: Spent = []
-    layers = getattr(getattr(local, local.base_model_prefix), family_of(local.config).layers)
+    layers = layer_list(getattr(local, local.base_model_prefix), family_of(local.config))
     began = [0.0]
 
     def before(*_: Any) -> None:

@@ -65,10 +65,10 @@ class Lab:
     @property
     def layers(self) -> Any:
         """The local model's own list of layers."""
-        from kwflow.models.families import family_of
+        from kwflow.models.families import family_of, layer_list
 
         base = getattr(self.local, self.local.base_model_prefix)
-        return getattr(base, family_of(self.local.config).layers)
+        return layer_list(base, family_of(self.local.config))
 
 
 def run_demo(model: str = "smollm2-135m", tokens: int = 40) -> int:

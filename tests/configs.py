@@ -126,7 +126,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2Config", {**_LLAMA, **_MIXED, "logit_scale": 0.5}),
     "deepseek_v2": ("DeepseekV2Config", {**_PLAIN, **_LATENT, "intermediate_size": 48}),
     "diffllama": ("DiffLlamaConfig", _LLAMA),
-    "dots1": ("Dots1Config", {**_LLAMA, **_ROUTED}),
+    "dots1": ("Dots1Config", {**_LLAMA, **_ROUTED, "n_shared_experts": 1}),
     "ernie4_5": ("Ernie4_5Config", _LLAMA),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",

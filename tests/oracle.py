@@ -120,6 +120,8 @@ def residual(
         hooks.append(layer.register_forward_hook(after(number)))
     if cache is not None:
         call[cache_name(base)] = cache
+    if mask is None and given is not None and "position_ids" in inspect.signature(base.forward).parameters:
+        call.setdefault("position_ids", torch.arange(hidden.shape[1])[None])  # opt would count them in a 4-D mask
     try:
         # use_cache: without one, transformers reads position_ids that jump as packed sequences
         width = model.get_input_embeddings().weight.shape[1]  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Checks of one family against transformers, each a list of (what, ours, expected): tests assert them, a table shows them.
+"""Checks of one family against transformers, lists of (what, ours, expected): tests assert them, a table shows them.
 
 ``expected`` is the Hugging Face model's own forward, cache or generate on the same text, padded on the left.
 """
@@ -14,11 +14,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.func import grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kwflow as kf
-from kwflow.kwargs import Schema
+from kwflow.blocks import LiftFloat32
 from tests.oracle import layers_of, residual
-from tests.tiny import HIDDEN, LAYERS, TWO, flow, huggingface, ids, left_padded, make_flow, positions_of, random, stored
+from tests.tiny import (
+    HIDDEN,
+    LAYERS,
+    TWO,
+    derivable,
+    flow,
+    folder,
+    huggingface,
+    ids,
+    left_padded,
+    make_flow,
+    positions_of,
+    random,
+    stored,
+)
 
 Compared = list[tuple[str, Tensor, Tensor]]
 
@@ -27,7 +43,6 @@ B, S, D, L = len(PADS), 6 + max(PADS), HIDDEN, LAYERS
 MASK, IDS = left_padded(PADS, S), ids(B, S)
 REAL = MASK.bool()
 STEPS = 4
-EVERY = tuple(range(L))
 
 
 def reference(name: str, dtype: torch.dtype) -> Any:
@@ -38,12 +53,6 @@ def positions(model: Any, mask: Tensor, seq: int) -> dict[str, Tensor]:
     """What generate gives the model's forward: token positions, where it takes any."""
     takes = "position_ids" in inspect.signature(model.forward).parameters
     return {"position_ids": positions_of(mask)[:, -seq:]} if takes else {}
-
-
-def schema(name: str, dtype: torch.dtype = torch.float32) -> Schema:
-    from tests.tiny import span
-
-    return span(name, 0, L, dtype).schema
 
 
 @torch.no_grad()
@@ -123,8 +132,6 @@ def beams(name: str, dtype: torch.dtype) -> Compared:
 
 @functools.cache
 def distributed(name: str, dtype: torch.dtype) -> Any:
-    from tests.tiny import folder
-
     remote = make_flow(name, TWO, dtype, own_ends=True)
     return kf.AutoDistributedModelForCausalLM.from_pretrained(folder(name, stored(dtype)), flow=remote)
 
@@ -136,3 +143,39 @@ CHECKS: dict[str, Callable[[str, torch.dtype], Compared]] = {
     "gradient": gradient,
     "beams": beams,
 }
+
+
+# families whose own code in transformers fails in float64, with the words of the error
+NOT_IN_FLOAT64 = {"xglm": "without overflow"}
+
+
+def crops(name: str) -> bool:
+    """Whether Hugging Face's own cache keeps only a window of columns in some layers."""
+    from transformers import DynamicCache
+
+    return any(DynamicCache(config=huggingface(name).config).is_sliding)
+
+
+def higher_order(name: str) -> Compared:
+    """Derivatives of a steering vector beyond plain backward, in float64."""
+    dtype = torch.float64
+    model, remote = derivable(name), flow(name, TWO, dtype)
+    x = remote.inputs({"input_ids": IDS, "attention_mask": MASK})
+    given = {key: value for key, value in x.items() if key != "hidden"}
+    v, weights = random(D, seed=1, dtype=dtype), random(B, S, D, seed=9, dtype=dtype) * MASK[..., None]
+
+    def ours(v: Tensor) -> Tensor:
+        return (remote(x["hidden"], steer={1: v}, **given) * weights).sum()
+
+    def local(v: Tensor) -> Tensor:
+        with LiftFloat32(), sdpa_kernel(SDPBackend.MATH):
+            return (residual(model, x["hidden"], steer={1: v[None, None]}, **given) * weights).sum()
+
+    transforms: dict[str, Callable[[Callable[[Tensor], Tensor]], Any]] = {
+        "jvp": lambda fn: jvp(fn, (v,), (torch.sin(v),))[1],
+        "vmap": lambda fn: vmap(fn)(torch.stack([v, -v])),
+        "vmap of grad": lambda fn: vmap(grad(fn))(torch.stack([v, -v])),
+        "reverse over reverse": lambda fn: grad(lambda u: (grad(fn)(u) * torch.sin(u)).sum())(v),
+        "forward over reverse": lambda fn: jvp(grad(fn), (v,), (torch.cos(v),))[1],
+    }
+    return [(what, transform(ours), transform(local)) for what, transform in transforms.items()]

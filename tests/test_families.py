@@ -43,6 +43,8 @@ from tests.tiny import (
 
 PADS = (0, 1, 3, 8)
 B, S, D, L = len(PADS), 6 + max(PADS), HIDDEN, LAYERS
+DEEP = (*FAMILIES, "gemma2", "gpt_neo")  # mixed kinds of layers and scores that are capped; windows within the layer
+ROTARY = ("llama", "gemma2")
 MASK = left_padded(PADS, S)
 JUMPS = positions_of(MASK) * 2 + torch.tensor([[5], [0], [1], [2]])
 Leaves = Mapping[str, Tensor]
@@ -65,7 +67,7 @@ class Case:
     leaves: Mapping[str, tuple[int, ...]]  # the float tensors, differentiated alone and together
     given: Callable[[Leaves], dict[str, Any]]
     local: Callable[[Leaves], dict[str, Any]]
-    families: tuple[str, ...] = FAMILIES
+    families: tuple[str, ...] = DEEP
     block_fn: Callable[..., Tensor] | None = None
     mask: Tensor | None = MASK
 
@@ -107,7 +109,7 @@ def prompts(batch: int, prefix: int) -> Case:
 
 
 def together(family: str) -> Case:
-    positions = {"position_ids": JUMPS} if family == "llama" else {}
+    positions = {"position_ids": JUMPS} if family in ROTARY else {}
     return Case(
         "together",
         {"p": (L, 1, 3, D), "v": (L, B, D), "g": (B, D)},
@@ -154,13 +156,13 @@ CASES = [
         lambda x: {"attention_mask": torch.zeros(BOOL.shape).masked_fill(~BOOL, torch.finfo(torch.float32).min)},
         mask=None,
     ),
-    Case("position_ids", {}, lambda x: {"position_ids": JUMPS}, lambda x: {"position_ids": JUMPS}, ("llama",)),
+    Case("position_ids", {}, lambda x: {"position_ids": JUMPS}, lambda x: {"position_ids": JUMPS}, ROTARY),
     Case(
         "position_ids of one row",
         {},
         lambda x: {"position_ids": JUMPS[1:2]},
         lambda x: {"position_ids": JUMPS[1:2]},
-        ("llama",),
+        ROTARY,
     ),
     prompts(1, 3),
     prompts(B, 4),
@@ -214,7 +216,7 @@ CASES = [
         lambda x: {"gain": dict.fromkeys(range(L), x["g"][:, None])},
         block_fn=gained,
     ),
-    *(together(family) for family in FAMILIES),
+    *(together(family) for family in DEEP),
 ]
 CORE = (
     "nothing",
@@ -225,8 +227,14 @@ CORE = (
     f"steer layer batch hidden {L, B, D}",
     "together",
 )
+
+
+def quick(family: str) -> tuple[str, ...]:
+    return CORE if family in FAMILIES else ("mask", "together")
+
+
 ROWS = [  # the quick tests take every case for one family, and some for the others
-    pytest.param(f, c, id=f"{f}-{c.name}", marks=() if f == "llama" or c.name in CORE else pytest.mark.slow)
+    pytest.param(f, c, id=f"{f}-{c.name}", marks=() if f == "llama" or c.name in quick(f) else pytest.mark.slow)
     for c in CASES
     for f in c.families
 ]
@@ -441,10 +449,14 @@ def test_only_what_is_listed_is_sent_back() -> None:
 
 # ---- torch.func, against the Hugging Face model under the same transforms, in float64
 
-F64 = [*(together(family) for family in FAMILIES), next(c for c in CASES if c.name == "float mask")]
-WIDE = [pytest.param(f, c, id=f"{f}-{c.name}") for c in F64 for f in c.families]
+F64 = [*(together(family) for family in DEEP), next(c for c in CASES if c.name == "float mask")]
+WIDE = [
+    pytest.param(f, c, id=f"{f}-{c.name}", marks=() if f in FAMILIES else pytest.mark.slow)
+    for c in F64
+    for f in c.families
+]
 SPANS = [  # two workers; and one, which differs little, for the slow tests
-    pytest.param(f, c, cuts, id=f"{f}-{c.name}-{cuts}", marks=pytest.mark.slow if cuts == ONE else ())
+    pytest.param(f, c, cuts, id=f"{f}-{c.name}-{cuts}", marks=() if cuts == TWO and f in FAMILIES else pytest.mark.slow)
     for c in F64
     for f in c.families
     for cuts in (TWO, ONE)

@@ -43,7 +43,7 @@ during: ContextVar[During] = ContextVar("kwflow_during", default=During({}))
 
 # what transformers' forwards read from their **kwargs
 EXTRAS = frozenset(
-    {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "num_items_in_batch"}
+    {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "use_cache", "num_items_in_batch"}
 )
 NOT_SENT = (
     "the layers are on the workers, which send back the last hidden only; the residual after any layer is "

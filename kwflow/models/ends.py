@@ -136,8 +136,9 @@ class ModelEnds:
         config, self.folder = read_config(model)
         self.name = model_name(model)
         self.config, self.layers, self.hidden_size = config, config.num_hidden_layers, config.hidden_size
-        self.learned = family_of(config).learned
-        self.takes_positions = not family_of(config).positions
+        family = family_of(config)
+        self.learned, self.counts_mask = family.learned, family.counts_mask
+        self.takes_positions = not family.positions
         self.shell: Any = load_shell(model, dtype) if shell is None else shell
         self.base: Any = getattr(self.shell, self.shell.base_model_prefix)
         self.dtype: torch.dtype = next(self.shell.parameters()).dtype

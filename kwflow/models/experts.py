@@ -1,7 +1,7 @@
 """Mixtures of experts whose derivatives exist.
 
 transformers multiplies all experts by one grouped kernel, which has no float64, no forward mode and no second order.
-Values and plain gradients keep it, and its bits; the rest takes another of transformers' own ways through the same sums.
+Values and plain gradients keep it, and its bits; the rest takes another of transformers' own ways to the same sums.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Family:
     tuples: bool = False  # the model expects a tuple from each layer
     mend: Callable[[nn.Module], None] = lambda layer: None
     vary: Callable[[Family, Any], Family] = lambda family, config: family  # what this config changes in the row
-    kv: Callable[[Any], Mapping[str, int]] | None = None  # other sizes of keys and values than a config usually says
+    kv: Callable[[Any], Mapping[str, int]] | None = None  # sizes of keys and values, where a config says them elsewhere
 
     @property
     def points(self) -> dict[str, str]:
@@ -82,11 +82,12 @@ def falcon_kv(config: Any) -> Mapping[str, int]:
 
 
 def latent_kv(config: Any) -> Mapping[str, int]:
-    """DeepSeek's: every head has its key and value, of different lengths."""
+    """DeepSeek's latent attention keeps one compressed column for all heads, and its rotary part, as key and value."""
     return {
-        "kv_head": config.num_attention_heads,
+        "kv_head": 1,
+        "key_dim": config.kv_lora_rank,
+        "value_dim": config.qk_rope_head_dim,
         "head_dim": config.v_head_dim,
-        "key_dim": config.qk_nope_head_dim + config.qk_rope_head_dim,
     }
 
 
@@ -184,12 +185,13 @@ def family_of(config: Any) -> Family:
     name = config.model_type
     if name in FAMILIES:
         return FAMILIES[name].vary(FAMILIES[name], config)
-    why = _why_not(config)
-    known = ", ".join(sorted(FAMILIES))
-    raise UnsupportedError(
-        f"model_type {name!r} is not supported{f': {why}' if why else ' yet'}; "
-        f"supported: {known}.{did_you_mean(name, FAMILIES)}"
-    )
+    raise unsupported(name, _why_not(config))
+
+
+def unsupported(name: str, why: str) -> UnsupportedError:
+    """The error for a model_type without a row."""
+    said = f"model_type {name!r} is not supported{f': {why}' if why else ' yet'}"
+    return UnsupportedError(f"{said}; supported: {', '.join(sorted(FAMILIES))}.{did_you_mean(name, FAMILIES)}")
 
 
 def _why_not(config: Any) -> str:
@@ -214,7 +216,7 @@ def _why_not(config: Any) -> str:
 
 
 def model_sizes(config: Any) -> dict[str, int]:
-    """The sizes that axes are checked against; ``key_dim`` where a key is longer than a value."""
+    """The sizes that axes are checked against; ``key_dim`` and ``value_dim`` where they are not ``head_dim``."""
     heads, family = config.num_attention_heads, family_of(config)
     sizes = {
         "hidden": config.hidden_size,
@@ -228,7 +230,7 @@ def model_sizes(config: Any) -> dict[str, int]:
 def layer_kinds(config: Any) -> list[str]:
     """The kind of every layer; those of one kind get the same mask and positions."""
     layers = int(config.num_hidden_layers)
-    kinds = list(getattr(config, "layer_types", None) or ())
+    kinds: list[str] = list(getattr(config, "layer_types", None) or ())
     return kinds[:layers] if len(kinds) >= layers else ["full_attention"] * layers
 
 
@@ -247,6 +249,6 @@ def replace_layers(base: nn.Module, family: Family, modules: Sequence[nn.Module]
 
 
 def blank_inputs(model: Any, hidden: Tensor) -> Tensor:
-    """inputs_embeds for a model whose layers get ``hidden`` from elsewhere: as wide as its embedding (opt's differs)."""
+    """inputs_embeds for a model whose layers get ``hidden`` from elsewhere: as wide as its embedding (opt's own)."""
     width = model.get_input_embeddings().weight.shape[1]
     return torch.zeros(*hidden.shape[:-1], width, dtype=hidden.dtype, device=hidden.device)

@@ -63,13 +63,13 @@ class Generates(Distributed):
             if mine is not None:
                 mine.close()
 
-    def _prompt(self, call: Mapping[str, Any]) -> tuple[int, Tensor]:
+    def _prompt(self, call: Mapping[str, Any]) -> tuple[int, Tensor | None]:
         """How many columns are the prompt's, those of trained prompts included, and each row's tokens of them."""
         ids, mask = _inputs(call), call.get("attention_mask")
         columns = self.tuning.length + (ids.shape[1] if isinstance(ids, Tensor) else 1)
-        given = isinstance(mask, Tensor) and mask.dim() == 2
-        tokens = self.tuning.length + mask.sum(1) if given else torch.full((1,), columns)
-        return columns, tokens.long().cpu()
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return columns, None  # the session counts them
+        return columns, (self.tuning.length + mask.sum(1)).long().cpu()
 
     def generate_batch(self, *_: Any, **__: Any) -> Any:
         """Refused: transformers' continuous batching keeps paged keys and values in this process."""

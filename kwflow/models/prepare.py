@@ -1,8 +1,8 @@
 """What a layer needs besides hidden, made by transformers' own forward.
 
-The base model's forward makes masks, rotary cos/sin, ALiBi and position bias, and hands them to its layers. Here it runs
-with recorders in the layers' place, one for each kind of layer (full attention, sliding attention, …): what they are
-handed is what the layers get. Nothing of a family is written again, so nothing of it can be written wrongly.
+The base model's forward makes masks, rotary cos/sin, ALiBi and position bias, and hands them to its layers. Here it
+runs with recorders in the layers' place, one for each kind of layer (full attention, sliding attention, …): what they
+are handed is what the layers get. Nothing of a family is written again, so nothing of it can be written wrongly.
 """
 
 # B batch, S seq, K key (all columns), D hidden

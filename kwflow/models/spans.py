@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from kwflow.blocks import Block, SpanSpec
 from kwflow.errors import ModelError, SpanError
-from kwflow.models.checkpoint import Checkpoint, find_model, layer_hash
+from kwflow.models.checkpoint import CONFIG, Checkpoint, find_model, layer_hash, read_json
 from kwflow.models.checkpoint import model_name as model_name
 from kwflow.models.experts import derivable_experts
-from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes
+from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes, unsupported
 from kwflow.models.prepare import cache_argument, recorder
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
@@ -25,11 +25,17 @@ from kwflow.schema import schema
 
 
 def read_config(model: str | os.PathLike[str]) -> tuple[Any, str]:
-    """A model's config and its folder."""
+    """A model's config and its folder. Raises UnsupportedError for a model that no row of families describes."""
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     folder = find_model(model)
-    return AutoConfig.from_pretrained(folder), str(folder)
+    name = read_json(folder / CONFIG).get("model_type")
+    if name not in CONFIG_MAPPING:
+        raise unsupported(str(name), "this version of transformers does not know it")
+    config = AutoConfig.from_pretrained(folder)
+    family_of(config)
+    return config, str(folder)
 
 
 def resolve_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

@@ -52,14 +52,12 @@ class Sources:
 
         A converter may make several tensors from one, which counts under the first of their names.
         """
+        chosen = {target: sources for target, sources in self._of.items() if wanted(target)}
+        raw = self.checkpoint.read(source for sources in chosen.values() for source, _ in sources)
         made: dict[str, Tensor] = {}
-        raw: dict[str, Tensor] = {}
-        for target, sources in self._of.items():
-            if not wanted(target):
-                continue
-            read = self.checkpoint.read(source for source, _ in sources)
-            raw.update(read)
-            made.update(self._convert(target, sources, {k: v.to(self._dtype(target)) for k, v in read.items()}))
+        for target, sources in chosen.items():
+            cast = {source: raw[source].to(self._dtype(target)) for source, _ in sources}
+            made.update(self._convert(target, sources, cast))
         return made, raw
 
     def _dtype(self, target: str) -> torch.dtype:
@@ -97,7 +95,7 @@ def fill_buffers(model: Any, outer: Any, *, skip: Any = None) -> None:
     with torch.no_grad():
         skipped = set(() if skip is None else skip.modules())
         for module in (inner for inner in outer.modules() if inner not in skipped):
-            own = {name: buffer for name, buffer in module.named_buffers(recurse=False)}
+            own = dict(module.named_buffers(recurse=False))
             missing = [name for name in own if own[name].is_meta and name in module._non_persistent_buffers_set]
             for name in missing:
                 empty = torch.empty_like(own[name], device="cpu")
@@ -106,6 +104,4 @@ def fill_buffers(model: Any, outer: Any, *, skip: Any = None) -> None:
                 model._init_weights(module)
             for name in missing:
                 if module._buffers[name].isnan().any():
-                    raise ModelError(
-                        f"{type(module).__name__}.{name} is in no checkpoint, and transformers left it unset"
-                    )
+                    raise ModelError(f"no checkpoint holds {type(module).__name__}.{name}, and transformers set it not")

@@ -174,7 +174,8 @@ class Served:
 
     def kv_size(self, batch: int, max_length: int, layers: int) -> int:
         sizes, item = self.spec.schema.sizes, self.spec.dtype.itemsize
-        return batch * max_length * layers * 2 * sizes["kv_head"] * sizes["head_dim"] * item
+        key_and_value = sum(sizes.get(name, sizes["head_dim"]) for name in ("key_dim", "value_dim"))
+        return batch * max_length * layers * sizes["kv_head"] * key_and_value * item
 
 
 def fingerprint(spec: SpanSpec, threads: int) -> dict[str, Any]:
