@@ -36,7 +36,10 @@ PARTS = {
     "core": ["blocks", "edits", "kv", "kwargs", "derive"],
     "client": ["plan", "flow", "session"],
     "research": ["verify", "steering", "adapters"],
-    "models": ["models", "models.families", "models.spans", "models.checkpoint", "models.embedded", "models.reference"],
+    "models": [
+        *("models", "models.families", "models.spans", "models.checkpoint", "models.embedded", "models.reference"),
+        "models.tuning",
+    ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
         *("swarm.routing", "swarm.placement", "swarm.worker", "swarm.faults"),
@@ -51,7 +54,10 @@ PARTS = {
             "demo",
             "doctor",
             "models.auto",
+            "models.distributed",
             "models.ends",
+            "models.generation",
+            "models.remote_cache",
             "swarm.local",
             "swarm.serve",
             "swarm.status",

@@ -29,9 +29,10 @@ from kwflow.tree import flatten
 
 _kwargs: ContextVar[Mapping[str, Any] | None] = ContextVar("kwflow_kwargs", default=None)  # generate's, at every step
 
-# what transformers' forwards read from their **kwargs
+# what transformers' forwards read from their **kwargs, and what its generate leaves there
 EXTRAS = frozenset(
     {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "num_items_in_batch"}
+    | {"tokenizer", "assistant_tokenizer"}
 )
 NOT_SENT = (
     "the layers are on the workers, which send back the last hidden only; the residual after any layer is "
