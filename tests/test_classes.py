@@ -13,8 +13,10 @@ from torch import Tensor
 
 import kwflow as kf
 from kwflow.errors import KwargError, ModelError, UnknownKwarg, UnsupportedError
+from kwflow.flow import Flow
+from kwflow.models.ends import ModelEnds
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
-from tests.tiny import FAMILIES, HIDDEN, TWO, folder, huggingface, ids, left_padded, make_flow, random
+from tests.tiny import FAMILIES, HIDDEN, LAYERS, TWO, folder, huggingface, ids, left_padded, make_flow, random
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 every_batch = pytest.mark.parametrize("batch", [1, 2])
@@ -168,6 +170,27 @@ def test_models_over_one_flow_share_tensors_and_nothing_else() -> None:
     x = flow.inputs(ids(2, 4))
     assert_bits(flow.head(flow(**x)), one(ids(2, 4)).logits, "embed and head do not run the layers")
     assert_bits(one(ids(2, 4)).logits, huggingface("llama")(ids(2, 4)).logits)
+
+
+@every_family
+def test_a_float32_client_of_bfloat16_workers_has_a_float32_head(family: str) -> None:
+    """The way to a fast head on a CPU without bfloat16 arithmetic: the layers' bits stay, norm and head are exact."""
+    low = torch.bfloat16
+    mine = ModelEnds(folder(family, low), torch.float32)
+    flow = Flow(mine, make_flow(family, TWO, low).peers, (0, LAYERS))
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder(family, low), flow=flow)
+    before, local = huggingface(family, low, low), huggingface(family, torch.float32, low)
+    x, seen = given(2), []
+    hook = layers_of(before)[-1].register_forward_hook(lambda _, __, out: seen.append(out))
+    before(**x)
+    hook.remove()
+    last = (seen[0][0] if isinstance(seen[0], tuple) else seen[0]).float()
+    hook = layers_of(local)[-1].register_forward_hook(
+        lambda _, __, out: (last, *out[1:]) if isinstance(out, tuple) else last
+    )
+    expected = local(**x).logits
+    hook.remove()
+    assert_bits(model(**x).logits, expected)
 
 
 def test_layers_that_would_drop_out_are_refused_in_training() -> None:

@@ -229,6 +229,8 @@ def test_other_ways_in(pair: tuple[Any, Any]) -> None:
         generated(model, {"max_new_tokens": None, "max_length": 10}, given),
         generated(local, {"max_new_tokens": None, "max_length": 10}, given),
     )
+    tokenizer = {"tokenizer": model.flow.ends.tokenizer}  # for stop strings; generate hands it to forward as well
+    assert torch.equal(generated(model, {}, given, **tokenizer), generated(local, {}, given))
     from transformers import GenerationConfig
 
     config = {"generation_config": GenerationConfig(max_new_tokens=4, num_beams=2, pad_token_id=0)}

@@ -37,8 +37,8 @@ PARTS = {
     "client": ["plan", "flow", "session"],
     "research": ["verify", "steering", "adapters"],
     "models": [
-        *("models", "models.families", "models.spans", "models.prepare", "models.weights", "models.experts"),
-        *("models.quantize", "models.reference"),
+        *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
+        *("models.quantize", "models.reference", "models.tuning"),
         *("models.checkpoint", "models.shard", "models.hub", "models.gguf", "models.embedded"),
     ],
     "swarm": [
@@ -56,10 +56,9 @@ PARTS = {
             "doctor",
             "models.auto",
             "models.distributed",
+            "models.ends",
             "models.generation",
             "models.remote_cache",
-            "models.tuning",
-            "models.ends",
             "swarm.local",
             "swarm.serve",
             "swarm.status",

@@ -41,9 +41,10 @@ class During:
 
 during: ContextVar[During] = ContextVar("kwflow_during", default=During({}))
 
-# what transformers' forwards read from their **kwargs
+# what transformers' forwards read from their **kwargs, and what its generate leaves there
 EXTRAS = frozenset(
     {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "use_cache", "num_items_in_batch"}
+    | {"tokenizer", "assistant_tokenizer"}
 )
 NOT_SENT = (
     "the layers are on the workers, which send back the last hidden only; the residual after any layer is "
