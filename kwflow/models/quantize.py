@@ -97,6 +97,8 @@ def quantize_layer(layer: nn.Module, mode: str, *, name: str, kept: Collection[s
             layer.set_submodule(inner, kinds[mode](module.weight, module.bias))
         elif isinstance(module, Conv1D):
             layer.set_submodule(inner, kinds[mode](module.weight.T, module.bias))
+    for parameter in layer.parameters():  # norms, biases: views of a mapped file would keep all of its pages
+        parameter.data = parameter.data.clone()
 
 
 class NF4Linear(nn.Module):
