@@ -39,6 +39,7 @@ PARTS = {
     "models": [
         *("models", "models.families", "models.spans", "models.reference"),
         *("models.checkpoint", "models.shard", "models.hub", "models.gguf", "models.embedded"),
+        "models.progress",
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),

@@ -17,6 +17,7 @@ from kwflow.errors import ModelError, SpanError, UnsupportedError
 from kwflow.models.checkpoint import Checkpoint, find_model, layer_hash
 from kwflow.models.checkpoint import model_name as model_name
 from kwflow.models.families import cache_argument, family_of, model_sizes
+from kwflow.models.progress import progress
 
 
 def read_config(model: str | os.PathLike[str]) -> tuple[Any, str]:
@@ -93,7 +94,9 @@ def load_span(
     refused = {"position_ids": family.positions} if family.positions else {}
     taken = schema(model_sizes(config), positions=not family.positions, refused=refused)
     blocks, hashes = [], []
-    for number in range(start, stop):
+    own = tuple(f"{prefix}.{number}." for number in range(start, stop))
+    checkpoint.fetch(name for name in checkpoint.names() if name.startswith(own))
+    for number in progress(range(start, stop), f"reading layers {start}:{stop}", stop - start):
         layer = getattr(base, family.layers)[number]
         names = {f"{prefix}.{number}.{name}": name for name in layer.state_dict()}
         read = checkpoint.read(names, target)
