@@ -58,6 +58,7 @@ def doctor() -> list[Finding]:
         _machine,
         _embedded,
         _cache,
+        _hub_cache,
     )
     return [finding for check in checks for finding in check()]
 
@@ -232,6 +233,18 @@ def _cache() -> Iterator[Finding]:
         yield Finding("cache", False, what, "free a gigabyte, or set KWFLOW_CACHE to a folder on another disk")
     else:
         yield Finding("cache", True, what)
+
+
+def _hub_cache() -> Iterator[Finding]:
+    home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    files = [file for file in folder.glob("models--*/blobs/*") if file.is_file()]
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(there).free
+    off = (
+        ", HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") else ""
+    )
+    yield Finding("hub cache", True, f"{folder}: {size / 1e6:.0f} MB used, {free / 1e9:.1f} GB free{off}")
 
 
 def _package(name: str) -> Path | None:

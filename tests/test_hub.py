@@ -100,11 +100,12 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_fetches_the_shards_of_its_layers_and_a_client_those_of_its_ends(
-    served: HubServer, published: Path
+    served: HubServer, published: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.add("user/tiny", published)
     spec = load_span("user/tiny", 1, 3)
     assert downloaded(served) == [shard(2), shard(3)]
+    assert "downloading 2 files of user/tiny" in capsys.readouterr().err  # all at once, so that it says how much
     whole = load_span(published)
     assert spec.identity["checkpoint"] == whole.identity["checkpoint"]
     assert spec.identity["layers"] == whole.identity["layers"][1:3]

@@ -17,7 +17,7 @@ from kwflow.errors import ModelError, did_you_mean
 from kwflow.models import hub
 from kwflow.models.embedded import EMBEDDED, embedded_model
 from kwflow.models.gguf import converted
-from kwflow.models.shard import Entry, Span, file_size, read_header, read_parts
+from kwflow.models.shard import Entry, Span, file_size, prefetch, read_header, read_parts
 
 if TYPE_CHECKING:
     import torch
@@ -168,14 +168,20 @@ class Checkpoint:
         self.folder = Path(folder)
         self.bytes_read = 0
         self._headers: dict[str, dict[str, Entry]] = {}
+        self._mapped: dict[str, Any] = {}  # safetensors' handles
         files = _files(self.folder)
-        if len(files) == 1:
-            self._download(files)
+        if len(files) == 1 and hub.snapshot_of(self.folder):
+            hub.fetch(self.folder, files)
         self._file_of = _index(self.folder) if len(files) > 1 else dict.fromkeys(self._header(files[0]), files[0])
 
     def names(self) -> tuple[str, ...]:
         """Every tensor's name, sorted."""
         return tuple(sorted(self._file_of))
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Download the files that hold these tensors, all at once, where the folder is of the hub's cache."""
+        if hub.snapshot_of(self.folder):
+            hub.fetch(self.folder, {self._file_of[name] for name in names if name in self._file_of})
 
     def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Read these tensors, in this order; floating ones are cast to ``dtype``, others keep theirs.
@@ -186,18 +192,21 @@ class Checkpoint:
         from safetensors import SafetensorError, safe_open
 
         names = list(dict.fromkeys(names))
-        self._download(self._file_of[name] for name in names if name in self._file_of)
+        self.fetch(names)
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self._where(name)[0], []).append(name)
         found: dict[str, torch.Tensor] = {}
         for file, wanted in by_file.items():
+            prefetch(self.folder / file, [self._where(name)[1][2:] for name in wanted])
             try:
-                with safe_open(self.folder / file, framework="pt") as handle:
-                    for name in wanted:
-                        entry, tensor = self._where(name)[1], handle.get_tensor(name)
-                        self.bytes_read += entry.stop - entry.start
-                        found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                handle = self._mapped.get(file) or safe_open(self.folder / file, framework="pt")
+                for name in wanted:
+                    entry, tensor = self._where(name)[1], handle.get_tensor(name)
+                    self.bytes_read += entry.stop - entry.start
+                    found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                    if found[name] is tensor:
+                        self._mapped[file] = handle  # one mapping for all that stays in it
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"cannot read {self.folder / file}: {error}") from error
         return {name: found[name] for name in names}
@@ -226,10 +235,6 @@ class Checkpoint:
         if absent:
             hub.remember_id(self.folder, digest.hexdigest())
         return digest.hexdigest()
-
-    def _download(self, files: Iterable[str]) -> None:
-        if hub.snapshot_of(self.folder):
-            hub.fetch(self.folder, files)
 
     def _where(self, name: str) -> tuple[str, Entry]:
         file = self._file_of.get(name)

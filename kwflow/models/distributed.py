@@ -29,7 +29,6 @@ from kwflow.models.tuning import NONE, Tuning, arguments, load_tuned, prefixing,
 from kwflow.tree import flatten
 
 
-
 @dataclass(frozen=True)
 class During:
     """What holds at every step of a generate call."""
@@ -39,7 +38,8 @@ class During:
     prompt_tokens: Tensor | None = None  # tokens of each row's prompt
 
 
-during: ContextVar[During] = ContextVar("kwflow_during", default=During({}))
+NOTHING = During({})
+during: ContextVar[During] = ContextVar("kwflow_during", default=NOTHING)
 
 # what transformers' forwards read from their **kwargs, and what its generate leaves there
 EXTRAS = frozenset(

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kwflow.errors import ModelError
 
 HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
+PREFETCH_BYTES = 128 << 10  # more at once is cut off without a word
 
 Span = tuple[int, int]  # byte offsets [start, stop) in a file
 
@@ -35,12 +36,29 @@ def file_size(path: Path) -> int:
 
 
 def read_parts(path: Path, spans: Sequence[Span]) -> list[bytes]:
-    """Read parts of a file and, as far as the system can be told, nothing around them: 4 KiB would become 128."""
+    """Read parts of a file and, where the system can be told, nothing around them."""
     try:
         with path.open("rb", buffering=0) as file:
-            if len(spans) > 1 and hasattr(os, "posix_fadvise"):
+            if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             return [os.pread(file.fileno(), stop - start, start) for start, stop in spans]
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+
+
+def prefetch(path: Path, spans: Sequence[Span]) -> None:
+    """Have parts of a file read into the system's cache, where the system can be told.
+
+    NOTE [read ahead] who reads a mapped file from its start to its middle has the system read on: 128 KiB as Linux
+    comes, 13 MB on a cloud's disk (measured), half as much again as two layers of SmolLM2.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    try:
+        with path.open("rb", buffering=0) as file:
+            for start, stop in spans:
+                for at in range(start, stop, PREFETCH_BYTES):
+                    os.posix_fadvise(file.fileno(), at, min(PREFETCH_BYTES, stop - at), os.POSIX_FADV_WILLNEED)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from error
 

@@ -18,6 +18,7 @@ from kwflow.models.checkpoint import model_name as model_name
 from kwflow.models.experts import derivable_experts
 from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes, unsupported
 from kwflow.models.prepare import cache_argument, recorder
+from kwflow.models.progress import progress
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
 from kwflow.points import install
@@ -135,7 +136,9 @@ def load_span(
     points = ("embed", "resid_pre", *family.points, "resid")
     taken = schema(model_sizes(config), positions=not family.positions, refused=refused, points=points)
     blocks, hashes = [], []
-    for number, layer in enumerate(modules, start):
+    prefixes = tuple(f"{prefix}.{number}." for number in range(start, stop))
+    checkpoint.fetch(sources.names(lambda name: name.startswith(prefixes)))
+    for number, layer in progress(enumerate(modules, start), f"reading layers {start}:{stop}", stop - start):
         fill_buffers(whole, layer)
         tensors, raw = sources.read(lambda name, own=f"{prefix}.{number}.": name.startswith(own))
         hashes.append(layer_hash(raw)[:16])

@@ -47,6 +47,10 @@ class Sources:
             if target in self._meta:
                 self._of.setdefault(target, []).append((source, pattern))
 
+    def names(self, wanted: Callable[[str], bool]) -> list[str]:
+        """The checkpoint's tensors that the model's ``wanted`` ones are made from."""
+        return [source for target, sources in self._of.items() if wanted(target) for source, _ in sources]
+
     def read(self, wanted: Callable[[str], bool]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The model's tensors whose name is ``wanted``, and the checkpoint's tensors as they were read.
 

@@ -1,0 +1,23 @@
+"""A progress bar for what may take long. Imports nothing of kwflow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+AFTER_SECONDS = 2.0
+
+T = TypeVar("T")
+
+
+def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
+    """Go through items; if that takes longer than 2 s, with a bar on stderr, for people only.
+
+    A terminal or a notebook shows it, a log file does not; tqdm's own TQDM_DISABLE turns it off.
+    """
+    from tqdm.auto import tqdm
+
+    seen = sys.stderr.isatty() or "ipykernel" in sys.modules
+    hidden: dict[str, Any] = {} if seen else {"disable": True}  # not False: it would override TQDM_DISABLE
+    return iter(tqdm(items, desc=what, total=total, delay=AFTER_SECONDS, leave=False, unit="layer", **hidden))

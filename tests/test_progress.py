@@ -1,0 +1,33 @@
+"""The bar for what takes long: for people, after a while, and not in a log file."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from kwflow.models import progress as module
+from kwflow.models.progress import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO, after: float = 0.01) -> str:
+    monkeypatch.setattr(module, "AFTER_SECONDS", after)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    assert [time.sleep(0.05) or item for item in progress(range(3, 7), "reading layers 3:7", 4)] == [3, 4, 5, 6]
+    return stderr.getvalue()
+
+
+def test_a_bar_shows_in_a_terminal_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "reading layers 3:7" in shown(monkeypatch, Terminal())
+    assert shown(monkeypatch, Terminal(), after=60) == ""
+
+
+def test_no_bar_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, io.StringIO()) == ""
