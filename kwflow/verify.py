@@ -185,6 +185,8 @@ def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
             found.append(f"dtype {hop.hello['dtype']} on {who}, here weights were read in {_short(local.dtype)}")
         if theirs.get("block_fn"):
             found.append(f"worker {hop.peer[-8:]} runs its own block_fn {theirs['block_fn']}")
+    if getattr(local, "repacked", False):
+        found.append("on this CPU bitsandbytes computes the reference's nf4 in bfloat16, whatever its dtype")
     if not hidden.is_contiguous():
         found.append("hidden is not contiguous here; it arrives contiguous")
     return found

@@ -21,6 +21,7 @@ from kwflow.connect import in_process
 from kwflow.errors import KwargError, ModelError, UnsupportedError
 from kwflow.flow import Flow
 from kwflow.models import quantize
+from kwflow.models.reference import as_reference
 from kwflow.models.spans import load_span
 from kwflow.swarm.local import local_swarm
 from kwflow.swarm.worker import Served
@@ -289,6 +290,39 @@ def test_float64_tells_noise_from_bug_for_nf4_and_is_refused_for_int8() -> None:
         blocks = kf.load_blocks(tiny.folder("llama"), 0, 1, quantize="int8")
         with pytest.raises(UnsupportedError, match="rounds activations to 8 bits"):
             blocks[0][0](blocks[0][1], hidden.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_match_tells_noise_from_bug_between_nf4_models(dtype: torch.dtype) -> None:
+    local = copy.deepcopy(reference("llama", "nf4", dtype))
+    local.set_attn_implementation("eager")  # type: ignore[operator]
+    hidden, vector, _ = inputs(dtype)
+    with quantized_flow("llama", "nf4", dtype=dtype) as flow:
+        match = kf.verify.exact_match(flow, local, hidden, steer={1: vector})
+        assert match.verdict == "noise", match
+        assert "attention sdpa" in match.why
+        oracle.layers_of(local)[2].mlp.down_proj.weight.quant_state.absmax[0] *= 1.01  # type: ignore[union-attr]
+        assert kf.verify.exact_match(flow, local, hidden).verdict == "different"
+
+
+def test_exact_match_has_no_fp64_verdict_for_int8() -> None:
+    local = copy.deepcopy(reference("llama", "int8"))
+    oracle.layers_of(local)[1].input_layernorm.weight.data[0] *= 1.01  # type: ignore[union-attr, index]
+    with quantized_flow("llama", "int8") as flow:
+        match = kf.verify.exact_match(flow, local, inputs()[0])
+    assert match.verdict == "no fp64 verdict"
+    assert "runs int8, which has no float64" in match.why
+
+
+def test_exact_match_names_what_bitsandbytes_does_on_some_cpus() -> None:
+    local = copy.deepcopy(reference("llama", "nf4"))
+    hidden, *_ = inputs()
+    with quantized_flow("llama", "nf4") as flow:
+        plans = [flow.plan(hidden, {})]
+        assert not kf.verify.differences(plans, as_reference(local), hidden)
+        oracle.layers_of(local)[0].mlp.down_proj.support_avx512bf16_for_cpu = True  # type: ignore[union-attr]
+        (found,) = kf.verify.differences(plans, as_reference(local), hidden)
+    assert "computes the reference's nf4 in bfloat16" in found
 
 
 def test_a_config_that_no_worker_runs_is_named() -> None:

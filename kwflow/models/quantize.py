@@ -101,6 +101,14 @@ def quantize_layer(layer: nn.Module, mode: str, *, name: str, kept: Collection[s
         parameter.data = parameter.data.clone()
 
 
+def as_pure(model: nn.Module) -> nn.Module:
+    """Replace a Hugging Face model's NF4 projections in place by NF4Linear with the same numbers, which has float64."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "Linear4bit":
+            model.set_submodule(name, NF4Linear.holding(module.weight, module.bias))  # type: ignore[arg-type]
+    return model
+
+
 class NF4Linear(nn.Module):
     """``x @ W.T + bias`` with W in NF4: ``weight`` holds two numbers a byte, ``absmax`` a float32 scale per block."""
 
@@ -113,6 +121,16 @@ class NF4Linear(nn.Module):
         )
         self.weight, self.absmax = _frozen(packed), _frozen(state.absmax)
         self.bias = None if bias is None else _frozen(bias)
+
+    @classmethod
+    def holding(cls, packed: Any, bias: Tensor | None) -> NF4Linear:
+        """Of bitsandbytes' Params4bit, which holds the same numbers."""
+        self, state = cls.__new__(cls), packed.quant_state
+        nn.Module.__init__(self)
+        (self.out_features, self.in_features), self.stored = state.shape, state.dtype
+        self.weight, self.absmax = _frozen(packed.data), _frozen(state.absmax)
+        self.bias = None if bias is None else _frozen(bias)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         # bitsandbytes' Function has no rules for torch.func, and its kernels no float64: there, plain torch ops

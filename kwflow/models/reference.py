@@ -18,7 +18,7 @@ from kwflow.edits import add_prompts, add_steer, token_positions
 from kwflow.errors import KwargError, SpanError, UnsupportedError
 from kwflow.models.checkpoint import model_path
 from kwflow.models.families import blank_inputs, family_of, layer_list
-from kwflow.models.quantize import mode_of
+from kwflow.models.quantize import as_pure, mode_of
 from kwflow.models.spans import config_attention, load_span, model_name, quiet
 
 
@@ -74,12 +74,13 @@ class HuggingFace:
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.family, self.attention = family_of(model.config), config_attention(model)
         self.quantization, self.device = mode_of(model), next(model.parameters()).device
+        self.repacked = any(getattr(module, "support_avx512bf16_for_cpu", False) for module in model.modules())
 
     def cast(self, dtype: torch.dtype) -> Reference:
         return self if dtype == self.dtype or self.quantization else HuggingFace(_in_dtype(self.model, dtype))
 
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
-        if dtype != self.dtype and self.quantization:
+        if dtype != self.dtype and self.quantization not in ("", "nf4"):
             raise UnsupportedError(f"{self.name} is quantized ({self.quantization}); it runs in {self.dtype} only")
         model = self.model if dtype == self.dtype else _in_dtype(self.model, dtype)
         hidden, bound = hidden.to(self.device), bound.with_tensors([t.to(self.device) for t in bound.tensors])
@@ -135,9 +136,10 @@ class HuggingFace:
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
     """A copy with its parameters in another precision, as a worker casts them; buffers (rotary) stay."""
-    other = copy.deepcopy(model)
+    other = as_pure(copy.deepcopy(model))
     for parameter in other.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return other
 
 
