@@ -105,6 +105,8 @@ class Generates(Distributed):
                 f"{str(mode.value).replace('_', ' ')}: transformers keeps it at {GENERATION_MODES_MAPPING[mode]}, "
                 f"and would run that code from the hub"
             )
+        if own.get("capture") is not None and (settings.num_beams or 1) > 1:
+            raise UnsupportedError("generate(num_beams=…, capture=…): which row ends as which beam is not followed yet")
         for name, value in own.items():
             for leaf in value.values() if isinstance(value, Mapping) else [value]:
                 if isinstance(leaf, Axed) and (leaf.size("seq") or 1) != 1:

@@ -1,0 +1,304 @@
+"""Captures against the Hugging Face model's own activations: values, gradients, sessions, generate."""
+
+# B batch, S seq, D hidden, L layers
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+
+import kwflow as kf
+from kwflow.blocks import LiftFloat32
+from kwflow.errors import BlockError, KwargError, SessionError, SpanError, UnsupportedError
+from kwflow.models.families import FAMILIES as ROWS
+from tests.configs import CONFIGS, HIDDEN, LAYERS
+from tests.oracle import assert_bits, assert_close, layers_of, residual
+from tests.tiny import EACH, THREE, TWO, Requests, derivable, flow, huggingface, ids, left_padded, make_flow, random
+
+PADS = (0, 1, 3, 8)
+B, S, D, L = len(PADS), 6 + max(PADS), HIDDEN, LAYERS
+MASK = left_padded(PADS, S)
+SOME = ("llama", "gpt2", "bloom", "gemma2", "opt")
+V = random(D, seed=1)
+
+
+def seen(family: str, hidden: Tensor, mask: Tensor | None, model: nn.Module | None = None) -> dict[Any, Tensor]:
+    """Every point of every layer, by hooks on the Hugging Face model's modules."""
+    model, row, found, hooks = model or huggingface(family), ROWS[family], {}, []
+
+    def keep(key: Any) -> Callable[..., None]:
+        def hook(_: Any, args: Any, out: Any = None) -> None:
+            value = args[0] if out is None else out[0] if isinstance(out, tuple) else out
+            found[key] = value.reshape(*hidden.shape[:2], -1)
+
+        return hook
+
+    for number, layer in enumerate(layers_of(model)):
+        hooks.append((layer, "pre", keep(("resid_pre", number))))
+        hooks.append((layer.get_submodule(row.out), "pre", keep(("head", number))))
+        for point, path in {"attn": row.attn, "mlp": row.mlp}.items():
+            hooks.append((layer.get_submodule(path), "post", keep((point, number))))
+        hooks.append((layer, "post", keep(("resid", number))))
+    given = {} if mask is None else {"attention_mask": mask}
+    residual(model, hidden, extra=hooks, **given)
+    found["embed", 0] = found["resid_pre", 0]
+    return found
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name in ROWS and ROWS[name].mlp])
+def test_the_parts_add_up_to_the_residual_stream(family: str) -> None:
+    hidden = random(2, 5, D)
+    points = {point: range(L) for point in ("resid_pre", "attn", "mlp", "resid")}
+    out, acts = flow(family, TWO).capture(points, hidden)
+    assert_bits(out, flow(family, TWO)(hidden))
+    assert_bits(acts["resid", L - 1], out)
+    for n in range(L):
+        assert_close(acts["resid_pre", n] + acts["attn", n] + acts["mlp", n], acts["resid", n], f"layer {n}")
+        assert n == 0 or torch.equal(acts["resid_pre", n], acts["resid", n - 1])
+
+
+AT: dict[str, tuple[Any, Callable[[int], list[int]]]] = {  # the positions of a row with so many tokens
+    "all": ("all", lambda n: list(range(n))),
+    "prompt[-1]": ("prompt[-1]", lambda n: [n - 1]),
+    "prompt[1:-2]": ("prompt[1:-2]", lambda n: list(range(1, n - 2))),
+    "in their order": ([4, 0, 5], lambda n: [4, 0, 5]),
+    "one": (2, lambda n: [2]),
+}
+
+
+@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("at", AT)
+def test_what_comes_back_is_what_the_model_holds(family: str, at: str) -> None:
+    hidden, (selector, places) = random(B, S, D), AT[at]
+    expected = seen(family, hidden, MASK)
+    wanted = {"embed": 0, "resid_pre": [1], "attn": range(L), "mlp": [0, 3], "head": [2], "resid": [0, 3]}
+    tokens = MASK.sum(1).tolist()
+    for cuts, rows in ((TWO, B), (EACH, 3)):
+        remote = flow(family, cuts).options(batch_tokens=rows * S)
+        _, acts = remote.capture(wanted, at=selector, hidden=hidden, attention_mask=MASK)
+        count = max(len(places(n)) for n in tokens)
+        for point, layer in acts:
+            value = acts[point, layer].reshape(B, count, -1)
+            for row, n in enumerate(tokens):
+                columns = [S - n + place for place in places(n)]
+                assert_close(value[row, : len(columns)], expected[point, layer][row, columns], f"{point} {layer}")
+                assert not value[row, len(columns) :].any()
+                assert acts.mask[row].tolist() == [True] * len(columns) + [False] * (count - len(columns))
+        assert acts["head", 2].shape == (B, count, 4, 8)
+
+
+def test_mean_is_made_on_the_worker() -> None:
+    remote, hidden = flow("llama", TWO), random(B, S, D)
+    expected = seen("llama", hidden, MASK)["resid", 2]
+    with Requests(remote) as requests:
+        _, acts = remote.capture({"resid": [2]}, at="prompt", mean=True, hidden=hidden, attention_mask=MASK)
+    assert [len(reply.tree) for _, _, reply in requests.seen] == [1, 2]  # the first worker was not asked
+    assert requests.seen[1][2].tree[1].shape == (B, 1, D)
+    for row in range(B):
+        assert_close(acts["resid", 2][row, 0], expected[row, MASK[row].bool()].mean(0))
+
+
+def test_a_capture_sees_what_edits_left() -> None:
+    remote, hidden = flow("gpt2", TWO), random(2, 4, D)
+    plain = remote.capture({"resid": [1]}, hidden)[1]["resid", 1]
+    edits = [kf.add(V, 1), kf.scale(2.0, 1, at=[0])]
+    _, acts = remote.capture({"resid": [1], "resid_pre": [2]}, hidden, edit=edits)
+    assert_close(acts["resid", 1][:, 0], 2 * (plain[:, 0] + V))
+    assert_close(acts["resid", 1][:, 1:], plain[:, 1:] + V)
+    assert_bits(acts["resid_pre", 2], acts["resid", 1])
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_patching_what_was_captured(family: str) -> None:
+    """Every position of one layer replaced by another run's gives that run's output."""
+    remote, clean, other = flow(family, TWO), random(2, 5, D), random(2, 5, D, seed=5)
+    for point, layer in (("resid", 1), ("resid_pre", 2), ("embed", 0)):
+        out, acts = remote.capture({point: layer}, clean)
+        assert_bits(remote(other, edit=kf.put(acts[point, layer], layer, point=point)), out)
+    _, acts = remote.capture({"head": range(L), "attn": range(L), "mlp": range(L)}, clean)
+    edits = [kf.put(acts[key], key[1], point=key[0]) for key in acts if key[0] != "head"]
+    assert_close(remote(other, edit=edits) - other, remote(clean) - clean)
+
+
+# ---- gradients
+
+
+def loss(values: dict[Any, Tensor], real: Tensor) -> Tensor:
+    return sum((value[real] * torch.arange(1, 1 + D)).sin().sum() for value in values.values())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_derivatives_of_captures(family: str) -> None:
+    keys = [("resid", 0), ("attn", 2), ("mlp", 3)]
+    hidden, v = random(B, S, D, dtype=torch.float64), random(D, seed=4, dtype=torch.float64)
+    model, real = derivable(family), MASK.bool()
+    points = dict(keys)
+
+    def local(hidden: Tensor, v: Tensor) -> Tensor:
+        def added(_: Any, __: Any, out: Any) -> Any:
+            return (out[0] + v, *out[1:]) if isinstance(out, tuple) else out + v
+
+        hook = layers_of(model)[1].register_forward_hook(added)
+        try:
+            found = seen(family, hidden, MASK, model)
+        finally:
+            hook.remove()
+        return loss({key: found[key] for key in keys}, real)
+
+    for cuts in (TWO, THREE):
+        remote = flow(family, cuts, torch.float64).options(batch_tokens=3 * S)
+
+        def ours(hidden: Tensor, v: Tensor, remote: Any = remote) -> Tensor:
+            _, acts = remote.capture(points, hidden, attention_mask=MASK, steer={1: v})
+            return loss({key: _padded(acts[key]) for key in keys}, real)
+
+        with LiftFloat32(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            leaves = [hidden.clone().requires_grad_(), v.clone().requires_grad_()]
+            expected = torch.autograd.grad(local(*leaves), leaves)
+            second = grad(lambda v: (grad(local, 1)(hidden, v) * v).sum())(v)
+        leaves = [hidden.clone().requires_grad_(), v.clone().requires_grad_()]
+        found = torch.autograd.grad(ours(*leaves), leaves)
+        for a, b in zip(found, expected, strict=True):
+            assert_close(a, b, str(cuts))
+        assert_close(grad(ours, 1)(hidden, v), expected[1], "torch.func.grad")
+        assert_close(jvp(lambda v: ours(hidden, v), (v,), (v,))[1], expected[1] @ v, "jvp")
+        assert_close(vmap(lambda v: ours(hidden, v))(torch.stack([v, 2 * v]))[0], ours(hidden, v), "vmap")
+        assert_close(grad(lambda v: (grad(ours, 1)(hidden, v) * v).sum())(v), second, "grad of grad")
+
+
+def _padded(value: Tensor) -> Tensor:
+    """What was captured at all tokens, where it was: rows end at the last column."""
+    rows = [torch.cat([value[row, n:] * 0, value[row, :n]]) for row, n in enumerate(MASK.sum(1).tolist())]
+    return torch.stack(rows)
+
+
+def test_a_loss_on_an_early_layer_asks_no_later_worker() -> None:
+    remote, v = flow("llama", EACH), random(D, seed=2).requires_grad_()
+    with Requests(remote) as requests:
+        out, acts = remote.capture({"resid": [1]}, random(2, 3, D), steer={0: v})
+        acts["resid", 1].sum().backward()
+    assert [request.meta["span"] for _, request, _ in requests.seen[4:]] == [[1, 2], [0, 1]]
+    assert v.grad is not None and v.grad.abs().sum() > 0
+    both = torch.autograd.grad(
+        remote.capture({"resid": [1]}, random(2, 3, D), steer={3: v})[1]["resid", 1].sum(), v, allow_unused=True
+    )
+    assert both == (None,)
+
+
+# ---- sessions and generate
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+@pytest.mark.parametrize("at", ["all", "generated", "prompt[-1]", [2, 7]])
+def test_steps_join(family: str, at: Any) -> None:
+    remote, hidden = flow(family, TWO), random(B, S + 3, D)
+    mask = torch.cat([MASK, torch.ones(B, 3).long()], 1)
+    expected, tokens = seen(family, hidden, mask)["resid", 2], MASK.sum(1).tolist()
+    acts = kf.Capture(resid=2, at=at)
+    with torch.no_grad(), remote.session(max_length=S + 3) as s:
+        s.step(hidden[:, :S], attention_mask=MASK, phase="prompt", capture=acts)
+        for n in range(S, S + 3):
+            s.step(hidden[:, n : n + 1], phase="generated", capture=acts)
+    for row, n in enumerate(tokens):
+        places = {"all": range(n + 3), "generated": range(n, n + 3), "prompt[-1]": [n - 1]}.get(str(at), [2, 7])
+        columns = [S - n + place for place in places]
+        assert acts.mask[row].sum() == len(columns)
+        assert_close(acts["resid", 2][row, : len(columns)], expected[row, columns])
+
+
+def test_a_capture_follows_its_session() -> None:
+    remote, hidden = flow("llama", TWO), random(3, 6, D)
+    acts = kf.Capture({"resid": [3]})
+    with torch.no_grad(), remote.session(max_length=12) as s:
+        first = s.step(hidden[:, :4], capture=acts)
+        s.step(hidden[:, 4:6], capture=acts)
+        s.rollback(5)
+        assert acts.mask.sum().item() == 3 * 5
+        s.reorder([2, 0, 0])
+        again = s.step(hidden[[2, 0, 0], 5:6], capture=acts)
+        value = acts["resid", 3]
+        assert_bits(value[:, :4], first[[2, 0, 0]])
+        assert_bits(value[:, 5:], again)
+        with pytest.raises(SessionError, match="another session"), remote.session(max_length=4) as other:
+            other.step(hidden[:, :1], capture=acts)
+        with pytest.raises(SessionError, match="mean"):
+            s.step(hidden[:, :1], capture=kf.Capture(resid=3, mean=True))
+        with pytest.raises(KwargError, match="is a dict"):
+            s.step(hidden[:, :1], capture={"resid": [3]})
+    assert_close(
+        kf.Capture.__getitem__(acts, ("resid", 3))[:, :4], residual(huggingface("llama"), hidden)[[2, 0, 0], :4]
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_generate_captures(family: str) -> None:
+    model, remote = huggingface(family), make_flow(family, TWO, own_ends=True)
+    ours = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)
+    given = {"input_ids": ids(3, 5), "attention_mask": left_padded([0, 2, 1], 5), "max_new_tokens": 4}
+    acts = kf.Capture(resid=[1], at="all")
+    found = ours.generate(**given, capture=acts)
+    kept: list[Tensor] = []
+    hook = layers_of(model)[1].register_forward_hook(
+        lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out)
+    )
+    expected: Any = model.generate(**given)  # type: ignore[operator]
+    hook.remove()
+    assert torch.equal(found, expected)
+    whole = torch.cat(kept, 1)
+    for row, n in enumerate([5, 3, 4]):
+        assert acts.mask[row].sum() == n + 3  # the last token is not run
+        assert_close(acts["resid", 1][row, : n + 3], whole[row, 5 - n :])
+    last = kf.Capture(resid=[1], at="prompt[-1]")
+    twice = ours.generate(**given, num_return_sequences=2, do_sample=True, capture=last, steer={2: V})
+    assert len(twice) == 6
+    assert_close(last["resid", 1][:, 0], whole[:, 4].repeat_interleave(2, 0))
+    with pytest.raises(UnsupportedError, match="beams"):
+        ours.generate(**given, num_beams=2, capture=kf.Capture(resid=[1]))
+
+
+# ---- what is wrong
+
+
+def test_what_is_wrong_is_refused() -> None:
+    remote, hidden = flow("llama", TWO), random(2, 3, D)
+    with pytest.raises(KwargError, match="Did you mean 'resid'"):
+        kf.Capture(residual=[1])
+    with pytest.raises(KwargError, match="say what"):
+        kf.Capture()
+    with pytest.raises(SpanError, match="layer 0"):
+        kf.Capture(embed=[1])
+    with Requests(remote) as requests:
+        with pytest.raises(SpanError, match="layer 7"):
+            remote.capture({"resid": [7]}, hidden)
+        with pytest.raises(KwargError, match="flow.capture"):
+            remote(hidden, capture=kf.Capture(resid=[1]))
+        with pytest.raises(KwargError, match="row 0 has 3 tokens"):
+            remote.capture({"resid": [1]}, hidden, at=[3])
+        with pytest.raises(KwargError, match="at least one row"):
+            remote.capture({"resid": [1]}, hidden[:0])
+        assert len(requests) == 0
+    _, acts = remote.capture({"resid": [1]}, hidden)
+    with pytest.raises(KeyError, match="was not captured"):
+        acts["resid", 2]
+    assert "resid=[1]" in repr(acts) and "(2, 3)" in repr(acts)
+    with pytest.raises(SessionError, match="captured nothing"):
+        kf.Capture(resid=[1])["resid", 1]
+
+
+def test_a_block_fn_that_swallows_kwargs_is_told() -> None:
+    def swallows(params, hidden, /, *, block, **kw):
+        return block(params, hidden)
+
+    def passes(params, hidden, /, *, block, **kw):
+        return block(params, hidden, **kw)
+
+    hidden = random(2, 3, D)
+    with pytest.raises(BlockError, match="0 of 1 captures came by"):
+        flow("llama", TWO, block_fn=swallows).capture({"resid": [1]}, hidden)
+    _, acts = flow("llama", TWO, block_fn=passes).capture({"resid": [1]}, hidden)
+    assert_bits(acts["resid", 1], flow("llama", TWO).capture({"resid": [1]}, hidden)[1]["resid", 1])
