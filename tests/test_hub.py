@@ -354,6 +354,19 @@ def test_a_hub_that_sends_no_parts_is_an_error_not_a_download(served: HubServer,
         Checkpoint(find_model("user/tiny")).checkpoint_id()
 
 
+def test_nothing_is_written_into_a_folder_and_kwflows_cache_is_not_needed(
+    served: HubServer, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.add("user/tiny", published)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KWFLOW_CACHE", str(tmp_path / "file"))  # where no folder can be made
+    load_span("user/tiny", 0, 1)
+    folder = find_model("user/tiny")
+    before = {file: file.stat().st_mtime_ns for file in (folder, *folder.iterdir())}
+    load_span(folder, 0, 1)
+    assert {file: file.stat().st_mtime_ns for file in (folder, *folder.iterdir())} == before
+
+
 def test_a_repository_without_config_or_that_is_none(served: HubServer, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "README.md").write_text("x")
