@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -270,6 +271,8 @@ def test_a_resumed_session_adds_no_token(pair: tuple[Any, Any], monkeypatch: pyt
         session, "_step", lambda hidden, *a, **k: columns.append(hidden.shape[1]) or step(hidden, *a, **k)
     )
     assert torch.equal(model.generate(**more, **{name: first[name]}), whole)
+    with pytest.raises(UnsupportedError, match="cannot be copied"):
+        copy.deepcopy(first[name])
     assert columns == [1] * 4  # one for each token, and the first is the one that was due
 
 
@@ -285,6 +288,7 @@ def drafts(family: str) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
         "assisted by itself": ({"assistant_model": huggingface(family)}, one),
         "assisted, sampled": ({"assistant_model": assistant, "do_sample": True}, one),
         "prompt lookup": ({"prompt_lookup_num_tokens": 3}, again),
+        "a draft longer than the rest": ({"prompt_lookup_num_tokens": 8, "max_new_tokens": 2}, again),
         "guided": ({"guidance_scale": 1.5}, one),
     }
 
@@ -293,9 +297,12 @@ def drafts(family: str) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
 def test_drafted_tokens_are_the_local_ones_and_only_the_target_takes_kwargs(pair: tuple[Any, Any], way: str) -> None:
     model, local = pair
     how, given = drafts(local.config.model_type)[way]
-    how = {**how, "max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
+    how = {"max_new_tokens": 12, **how}
+    tokens = generated(model, how, given)  # in a session with no more room than it takes
+    how = {**how, "output_logits": True, "return_dict_in_generate": True}
     ours, theirs = (generated(one, how, given) for one in pair)
     assert type(ours) is type(theirs) and torch.equal(ours.sequences, theirs.sequences)
+    assert torch.equal(tokens, theirs.sequences)
     for a, b in zip(ours.logits, theirs.logits, strict=True):
         assert_bits(a, b)
     if how.get("assistant_model") is not local:  # which the hook would steer too

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import kwflow as kf
 from kwflow.errors import KwargError, ModelError, UnsupportedError
+from kwflow.session import Session
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
 from tests.tiny import (
     FAMILIES,
@@ -160,10 +161,17 @@ def test_generate_goes_on_behind_the_prompts(family: str, mode: str, way: str) -
         assert not torch.equal(made[0], local.generate(**x, **how)), "the prompts changed nothing"
 
 
-def test_a_tuned_session_is_resumed_and_drafts_are_taken_back() -> None:
+def test_a_tuned_session_is_resumed_and_drafts_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model, local = tuned("llama"), huggingface("llama")
-    name = cache_name(local)
+    name, step, sent = cache_name(local), Session._step, []
+
+    def kept(self: Any, hidden: Tensor, kwargs: Any, **more: Any) -> Tensor:
+        sent.append("prompts" in kwargs)
+        return step(self, hidden, kwargs, **more)
+
+    monkeypatch.setattr(Session, "_step", kept)
     whole = model.generate(ids(2, 4), max_new_tokens=9, do_sample=False)
+    assert sent == [True, *[False] * 8], "deep prompts are sent with the first columns only"
     first = model.generate(ids(2, 4), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)
     assert first[name].get_seq_length() == 8 and first[name].session.position == 8 + P
     again = model.generate(first.sequences, max_new_tokens=4, do_sample=False, **{name: first[name]})

@@ -129,7 +129,7 @@ def make_flow(
 ) -> Flow:
     """A flow over new workers of this process, whose spans end at ``cuts``; ``block_fn``: of all, or by worker.
 
-    ``own_ends``: not the ends that other tests have too, since AutoDistributedModelForCausalLM makes them its own.
+    ``own_ends``: not the ends that other tests have too, for what trains embeddings or a head.
     """
     peers = []
     for number, (start, stop) in enumerate(zip((0, *cuts), cuts, strict=False)):

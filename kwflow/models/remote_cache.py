@@ -75,6 +75,9 @@ class RemoteCache(Cache):
         finally:
             self._layer.hidden = self._layer.prefix
 
+    def __deepcopy__(self, memo: Any) -> RemoteCache:
+        raise UnsupportedError("a session cannot be copied: its keys and values live on the workers")
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise UnsupportedError("a session's rows cannot be repeated after its first step; repeat the inputs instead")
 
