@@ -140,6 +140,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoe": ("GraniteMoeConfig", {**_LLAMA, **_EXPERTS, "residual_multiplier": 0.7, "logits_scaling": 3.0}),
     "helium": ("HeliumConfig", {**_LLAMA, "head_dim": 8}),
     "hunyuan_v1_dense": ("HunYuanDenseV1Config", {**_LLAMA, "head_dim": 8}),
+    "jais2": ("Jais2Config", {**_LLAMA, "head_dim": 8}),
     "minimax_m2": ("MiniMaxM2Config", {**_LLAMA, **_EXPERTS, "head_dim": 8}),
     "ministral": ("MinistralConfig", {**_LLAMA, **_MIXED, "head_dim": 8}),
     "ministral3": ("Ministral3Config", {**_LLAMA, "head_dim": 8}),

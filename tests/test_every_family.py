@@ -245,6 +245,15 @@ def test_a_worker_reads_its_own_tensors_and_has_transformers_bits(name: str, dty
         assert_bits(tensor, theirs[key], key)
 
 
+def test_what_transformers_keeps_in_float32_stays_so() -> None:
+    """gpt_oss has its norms in float32 when the rest is float16."""
+    spec, whole = load_span(folder("gpt_oss"), 1, 2, dtype="float16"), huggingface("gpt_oss", torch.float16)
+    theirs = dict(whole.model.layers[1].named_parameters())  # type: ignore[index, union-attr]
+    assert {t.dtype for t in theirs.values()} == {torch.float16, torch.float32} and spec.dtype is torch.float16
+    for key, tensor in spec.params[0].items():
+        assert_bits(tensor, theirs[key], key)
+
+
 def test_a_checkpoint_without_an_expert_is_refused(tmp_path: Path) -> None:
     import safetensors.torch
 
