@@ -28,9 +28,9 @@ def local(x: Tensor, y: Tensor, w: Tensor, ints: Tensor) -> Tensor:
 class Elsewhere:
     """Runs operations as a worker does, through bytes, and keeps what was asked."""
 
-    def __init__(self, fn: Callable[..., Tensor]):
-        self.fn, self.asked = fn, list[Operations]()
-        self.answers = list[list[Tensor | None]]()
+    def __init__(self, fn: Callable[..., Any], outputs: int = 1):
+        self.fn = (lambda *inputs: (fn(*inputs),)) if outputs == 1 else fn
+        self.asked, self.answers = list[Operations](), list[list[Tensor | None]]()
 
     def perform(self, operations: Operations, tensors: Sequence[Tensor]) -> list[Tensor | None]:
         sent = loads(dumps(Message({"ops": list(operations)}, [t.detach() for t in tensors])))
@@ -38,8 +38,9 @@ class Elsewhere:
         self.answers.append(list(loads(dumps(Message({}, list(evaluate(self.fn, sent.meta["ops"], sent.tree))))).tree))
         return self.answers[-1]
 
-    def __call__(self, *tensors: Tensor) -> Tensor:
-        return remote_call(self.perform, tensors)
+    def __call__(self, *tensors: Tensor) -> Any:
+        outputs = remote_call(self.perform, tensors)
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
@@ -80,6 +81,37 @@ def test_the_same_as_here(name: str) -> None:
     ours, theirs = (v if isinstance(v, tuple) else (v,) for v in (ours, theirs))
     for a, b in zip(ours, theirs, strict=True):
         assert_close(a, b, name, small=name.startswith("zeros"))
+
+
+def test_several_outputs() -> None:
+    """Each may be derived, alone and together; what the loss does not touch is not asked for."""
+
+    def two(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.sin(x) * y, (x * x).sum()[None]
+
+    def mixed(f: Any) -> Any:
+        return lambda x, y: (f(x, y)[0] ** 2).sum() * f(x, y)[1].sum()
+
+    remote = Elsewhere(two, outputs=2)
+    for transform in (
+        lambda f: grad(mixed(f), (0, 1))(X, Y),
+        lambda f: jvp(lambda x: f(x, Y), (X,), (Y,))[1],
+        lambda f: vmap(lambda x: f(x, Y))(torch.stack([X, Y])),
+        lambda f: vmap(grad(mixed(f)), (0, None))(torch.stack([X, Y]), Y),
+        lambda f: hessian(mixed(f))(X, Y),
+        lambda f: grad(lambda x: grad(lambda x: f(x, Y)[1].sum())(x).sum())(X),
+    ):
+        ours, theirs = transform(remote), transform(two)
+        ours, theirs = (v if isinstance(v, tuple) else (v,) for v in (ours, theirs))
+        for a, b in zip(ours, theirs, strict=True):
+            assert_close(a, b)
+    y = Y.clone().requires_grad_()
+    alone = Elsewhere(two, outputs=2)
+    assert torch.autograd.grad(alone(X, y)[1].sum() + y.sum() * 0, [y])[0].abs().max() == 0
+    assert alone.asked[1:] == [({"vjp": [1], "given": [1]},)] and alone.answers[1] == [None]
+    second = Elsewhere(two, outputs=2)
+    second(X, y)[0].sum().backward()
+    assert second.asked[1:] == [({"vjp": [1], "given": [0]},)]
 
 
 def test_two_hops() -> None:
@@ -130,9 +162,9 @@ def test_none_of_the_inputs_has_a_path() -> None:
 
 def test_requires_grad_on_the_far_side_means_nothing() -> None:
     x = X.clone().requires_grad_()
-    (value,) = evaluate(lambda x, y: x * y, [], [x, Y])
+    (value,) = evaluate(lambda x, y: (x * y,), [], [x, Y])
     assert value is not None and not value.requires_grad
-    (gradient,) = evaluate(lambda x, y: x * y, [{"vjp": [1], "given": [0]}], [x, Y, torch.ones(3).double()])
+    (gradient,) = evaluate(lambda x, y: (x * y,), [{"vjp": [1], "given": [0]}], [x, Y, torch.ones(3).double()])
     assert_bits(gradient, X)  # type: ignore[arg-type]
     assert x.grad is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def test_layers_that_are_not_named_get_nothing() -> None:
 
 def test_none_is_as_if_not_given() -> None:
     b = bound({"steer": None, "attention_mask": None, "prompts": None})
-    assert b.tensors == () and b.to_tree() == {}
+    assert b.tensors == () and b.to_tree() == []
     assert bound({"position_ids": None}, (SPAN, NO_POSITIONS)).tensors == ()
     with pytest.raises(UnknownKwarg, match="stear"):  # but a name that nobody takes is wrong whatever its value
         bound({"stear": None})
@@ -80,7 +81,7 @@ def test_parts() -> None:
     mine, keep = b.part((1, 3), (11, 13))
     assert (mine.start, mine.stop) == (11, 13) and len(keep) == 2  # layer 13's prompts are not sent there
     assert_bits(mine.for_layer(12)["steer"].tensor, steer[2, 1:3])
-    assert_bits(mine.group("call")["attention_mask"].tensor, mask[1:3])
+    assert_bits(mine.call()["attention_mask"].tensor, mask[1:3])
     again, _ = mine.part(None, (12, 13))
     assert_bits(again.for_layer(12)["steer"].tensor, steer[2, 1:3])
     last, _ = b.part((0, 1), (13, 14))
@@ -125,9 +126,9 @@ def test_without_takes_one_name_out() -> None:
         }
     )
     less = b.without("attention_mask")
-    assert sorted(less.group("call")) == ["position_ids"] and sorted(less.for_layer(11)) == ["steer"]
-    assert_bits(less.group("call")["position_ids"].tensor, torch.zeros(4, 4).long())
-    assert less.without("position_ids").group("call") == {} and b.without("nothing") is b
+    assert sorted(less.call()) == ["position_ids"] and sorted(less.for_layer(11)) == ["steer"]
+    assert_bits(less.call()["position_ids"].tensor, torch.zeros(4, 4).long())
+    assert less.without("position_ids").call() == {} and b.without("nothing") is b
 
 
 # ---- scalars
@@ -237,7 +238,7 @@ def test_a_worker_checks_again() -> None:
     with pytest.raises(UnknownKwarg):
         check_bound(good, Schema({}, MODEL), SIZES)
     with pytest.raises(SpanError):
-        check_bound(Bound(12, 14, good.groups, good.leaves, good.tensors), BUILT_IN, SIZES)
+        check_bound(replace(good, start=12), BUILT_IN, SIZES)
 
 
 # ---- across the wire
@@ -289,7 +290,7 @@ def test_kwargs_survive_the_wire() -> None:
         (SPAN, spec),
     )
     back = Bound.from_tree(SPAN, loads(dumps(Message({}, b.to_tree()))).tree)
-    assert back.leaves == b.leaves and [*back.groups] == [*b.groups]
+    assert back.leaves == b.leaves and back.sections == b.sections
     for layer in range(*SPAN):
         ours, theirs = tree.flatten(back.for_layer(layer)), tree.flatten(b.for_layer(layer))
         assert ours[1] == theirs[1] and [leaf.axes for leaf in ours[0]] == [leaf.axes for leaf in theirs[0]]
@@ -297,7 +298,18 @@ def test_kwargs_survive_the_wire() -> None:
 
 @pytest.mark.parametrize(
     "said",
-    [3, {"layers": 1}, {"elsewhere": {}}, {True: {}}, {"layers": {3: 1}}, {"layers": {"steer": torch.ones(4)}}],
+    [
+        3,
+        {"layers": {}},
+        [["layers", 1]],
+        [["layers", {}, 3]],
+        [["elsewhere", {}]],
+        [[[True], {}]],
+        [[[], {}]],
+        [[torch.ones(1), {}]],
+        [["layers", {3: 1}]],
+        [["layers", {"steer": torch.ones(4)}]],
+    ],
 )
 def test_kwargs_that_cannot_be_read_are_the_sender_s_fault(said: Any) -> None:
     with pytest.raises(KwargError):

@@ -279,7 +279,7 @@ def test_a_worker_refuses_columns_that_it_does_not_hold() -> None:
 
     def step(start: int, columns: int, **kwargs: Any) -> Message:
         meta = {"op": "step", "span": [0, LAYERS], "start": start, "max_length": 8}
-        tree = {"hidden": random(1, columns, D), "kwargs": {"layers": kwargs} if kwargs else {}}
+        tree = {"hidden": random(1, columns, D), "kwargs": [["layers", kwargs]] if kwargs else []}
         return link.run(link.call(channel, Message(meta, tree)), 5)
 
     with pytest.raises(WorkerFailed, match="holds no columns of the session, the step starts at 1"):
