@@ -424,3 +424,13 @@ def test_ids_and_masks_are_not_needed_for_all() -> None:
     assert_bits(
         remote(**x, edit=kf.add(V, 1)), remote(x["hidden"], attention_mask=x["attention_mask"], steer={1: V}), "steer"
     )
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_exact_match_knows_edits(family: str) -> None:
+    """Bitwise against the Hugging Face model with the same edits as hooks, and against its layers one by one."""
+    remote, hidden = flow(family, TWO), random(B, S, D)
+    edits = [edit for made, _ in CASES.values() for edit in made]
+    for reference in (huggingface(family), kf.stream(remote.ends.folder)):
+        match = kf.verify.exact_match(remote, reference, hidden, attention_mask=MASK, edit=edits)
+        assert match.bitwise, str(match)

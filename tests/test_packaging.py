@@ -38,7 +38,7 @@ PARTS = {
     "research": ["verify", "steering", "adapters"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
-        *("models.quantize", "models.reference", "models.tuning"),
+        *("models.quantize", "models.hooks", "models.reference", "models.tuning"),
         *("models.checkpoint", "models.shard", "models.hub", "models.gguf", "models.embedded"),
         "models.progress",
     ],

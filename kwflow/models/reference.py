@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from kwflow.blocks import precision, run, upcast
 from kwflow.bound import Bound
-from kwflow.edits import add_prompts, add_steer, token_positions
+from kwflow.edits import token_positions
 from kwflow.errors import KwargError, SpanError, UnsupportedError
 from kwflow.models.checkpoint import model_path
 from kwflow.models.families import blank_inputs, family_of, layer_list
+from kwflow.models.hooks import edit_hooks, on_input, on_output
 from kwflow.models.quantize import as_pure, mode_of
 from kwflow.models.spans import config_attention, load_span, model_name, quiet
 
@@ -66,7 +67,7 @@ class Stream:
 
 
 class HuggingFace:
-    """A local Hugging Face model, run by its own forward; steer and prompts are plain hooks on its layers."""
+    """A local Hugging Face model, run by its own forward; steer, prompts and edits are plain hooks on its modules."""
 
     def __init__(self, model: nn.Module):
         self.model: Any = model
@@ -97,35 +98,10 @@ class HuggingFace:
         seen: list[Tensor] = []
         hooks = []
 
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return (hidden, *args[1:]), kwargs
-
-        def leave(_: nn.Module, __: Any, out: Any) -> None:
-            seen.append(out[0] if isinstance(out, tuple) else out)
-
-        def edits(layer: int) -> None:
-            own = bound.for_layer(layer)
-            if unknown := set(own) - {"prompts", "steer"}:
-                raise KwargError(f"a Hugging Face model has no kwarg {sorted(unknown)[0]!r} to compare with")
-
-            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-                assert where is not None
-                return (add_prompts(args[0], own["prompts"], where), *args[1:]), kwargs
-
-            def after(_: nn.Module, __: Any, out: Any) -> Any:
-                steered = add_steer(out[0] if isinstance(out, tuple) else out, own["steer"])
-                return (steered, *out[1:]) if isinstance(out, tuple) else steered
-
-            if "prompts" in own:
-                hooks.append(layers[layer].register_forward_pre_hook(before, with_kwargs=True))
-            if "steer" in own:
-                hooks.append(layers[layer].register_forward_hook(after))
-
         try:
-            hooks.append(layers[bound.start].register_forward_pre_hook(enter, with_kwargs=True))
-            for layer in range(bound.start, bound.stop):
-                edits(layer)
-            hooks.append(layers[bound.stop - 1].register_forward_hook(leave))
+            hooks.append(on_input(layers[bound.start], lambda _: hidden))
+            hooks += edit_hooks(layers, self.family, self.model.config.num_attention_heads, bound, where, hidden.shape)
+            hooks.append(on_output(layers[bound.stop - 1], lambda out: seen.append(out) or out))
             with torch.no_grad(), precision(dtype):
                 base(inputs_embeds=blank_inputs(model, hidden), use_cache=True, **call)
         finally:

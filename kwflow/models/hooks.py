@@ -1,0 +1,67 @@
+"""The built-in kwargs done by plain hooks on a Hugging Face model's own modules: what a reference compares with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kwflow.bound import Bound
+from kwflow.edits import add_prompts, add_steer, apply
+from kwflow.errors import KwargError
+from kwflow.models.families import Family
+
+Change = Callable[[Tensor], Tensor]
+
+
+def on_input(module: nn.Module, change: Change) -> Any:
+    """Change a module's first argument."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return (change(args[0]), *args[1:]), kwargs
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def on_output(module: nn.Module, change: Change) -> Any:
+    """Change what a module returns, or the first of it."""
+
+    def hook(_: nn.Module, __: Any, out: Any) -> Any:
+        return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
+
+    return module.register_forward_hook(hook)
+
+
+def edit_hooks(
+    layers: nn.ModuleList, family: Family, heads: int, bound: Bound, where: Tensor | None, shape: torch.Size
+) -> list[Any]:
+    """Hooks for the kwargs of ``bound``'s layers, in the order in which a block does them; handles to remove them.
+
+    ``where``: token positions (batch, seq); ``shape``: of hidden. Raises KwargError for kwargs that no hook can do.
+    """
+    handles = []
+    for number in range(bound.start, bound.stop):
+        layer, own = layers[number], bound.for_layer(number)
+        if unknown := set(own) - {"prompts", "steer", "edit"}:
+            raise KwargError(f"a Hugging Face model has no kwarg {sorted(unknown)[0]!r} to compare with")
+        if "prompts" in own:
+            assert where is not None
+            prompts, at = own["prompts"], where
+            handles.append(on_input(layer, functools.partial(add_prompts, prompts=prompts, token_position_BS=at)))
+        if "steer" in own:
+            handles.append(on_output(layer, functools.partial(add_steer, steer=own["steer"])))
+        edits = own.get("edit", ())
+        for point in ("embed", "resid_pre", "attn", "mlp", "head", "resid"):
+            for entry in (one for one in edits if one["point"] == point):
+                module = layer.get_submodule(family.points[point]) if point in family.points else layer
+                place = on_input if point in ("embed", "resid_pre", "head") else on_output
+                handles.append(place(module, functools.partial(_edited, entry=entry, heads=heads, shape=shape)))
+    return handles
+
+
+def _edited(activation: Tensor, *, entry: dict[str, Any], heads: int, shape: torch.Size) -> Tensor:
+    rows = activation.reshape(*shape[:2], activation.shape[-1])  # opt flattens rows before its feed-forward
+    return apply(rows, entry, heads).reshape(activation.shape)
