@@ -103,10 +103,17 @@ _MPT = Family(
 _GPTJ = Family(layers="h", attn="attn", out="attn.out_proj")
 _OPT = Family(layers="decoder.layers", mlp="fc2", out="self_attn.out_proj", positions=LEARNED, counts_mask=True)
 
+_XGLM = Family(
+    mlp="fc2",
+    out="self_attn.out_proj",
+    positions=LEARNED,
+    four_d="this family's attention takes one that all heads share, made from a 2-D one",
+)
+
 FAMILIES: dict[str, Family] = {
     "apertus": Family(),
     "arcee": Family(),
-    "biogpt": Family(mlp="fc2", out="self_attn.out_proj", positions=LEARNED, counts_mask=True),
+    "biogpt": Family(mlp="fc2", out="self_attn.out_proj", positions=LEARNED),
     "bitnet": Family(),
     "bloom": _BLOOM,
     "codegen": _GPTJ,
@@ -165,7 +172,7 @@ FAMILIES: dict[str, Family] = {
     "stablelm": Family(),
     "starcoder2": Family(),
     "vaultgemma": Family(),
-    "xglm": Family(mlp="fc2", out="self_attn.out_proj", positions=LEARNED),
+    "xglm": _XGLM,
 }
 
 
