@@ -307,3 +307,18 @@ def test_the_oracle_takes_what_transformers_takes() -> None:
         wide = residual(derivable(name), hidden.double())
         assert (wide - residual(huggingface(name), hidden)).abs().max() < 1e-4
     assert "position_ids" in inspect.signature(huggingface("llama").forward).parameters
+
+
+@pytest.mark.swarm
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+def test_two_processes_are_one_model(name: str) -> None:
+    """Mixed kinds of layers, and experts, over libp2p: to the bit, and the ids of beams."""
+    with kf.local_swarm(folder(name), workers=2) as swarm:
+        with kf.connect(swarm.model, peers=swarm.peers) as remote:
+            x = remote.inputs({"input_ids": IDS, "attention_mask": MASK})
+            given = {key: value for key, value in x.items() if key != "hidden"}
+            assert_bits(remote(**x), residual(huggingface(name), x["hidden"], **given))
+            ours = kf.AutoDistributedModelForCausalLM.from_pretrained(swarm.model, flow=remote)
+            call = {"input_ids": IDS, "attention_mask": MASK, "max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+            assert_bits(ours.generate(**call), huggingface(name).generate(**call))

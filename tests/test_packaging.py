@@ -44,7 +44,7 @@ PARTS = {
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
-        *("swarm.routing", "swarm.placement", "swarm.worker", "swarm.faults"),
+        *("swarm.routing", "swarm.placement", "swarm.hello", "swarm.worker", "swarm.faults"),
     ],
     # these put the parts together
     "whole": [

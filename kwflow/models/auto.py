@@ -24,8 +24,8 @@ from kwflow.models.tuning import Prefixed, add_prompts, load_tuned, prefixed, re
 from kwflow.plan import Options
 
 # NOTE [head] SmolLM2's head on such a CPU (AVX2, one thread, torch 2.13), bfloat16 against float32: one token forward
-# 0.4 to 0.8 of the time, 64 tokens 2.5 to 3.7 times, 64 tokens with their gradient 42 times (22 s against 0.5 s). A head
-# of its own, upcast in chunks, would change the bits just as a float32 client does, and save memory only.
+# 0.4 to 0.8 of the time, 64 tokens 2.5 to 3.7 times, 64 tokens with their gradient 42 times (22 s against 0.5 s). Such
+# a head, upcast in chunks, would change the bits just as a float32 client does, and save memory only.
 
 _OWN = ("initial_peers", "flow", "dtype", "tuning_mode", "pre_seq_len", "tuned")
 _LABELS = ("num_labels", "id2label", "label2id", "problem_type", "pad_token_id")  # of the config, and a classifier's
@@ -66,9 +66,9 @@ class _Auto:
 
         ``flow``: one that is connected already; models over one flow share its embeddings. ``tuning_mode``: "ptune" or
         "deep_ptune", with ``pre_seq_len`` trainable prompts. ``tuned``: a folder of save_pretrained, which says the
-        mode too. ``options``: as ``flow.options``. ``dtype``: of the client's part; over bfloat16 workers, on a CPU that
-        has no bfloat16 arithmetic, "float32" gives a fast head (NOTE below). What the checkpoint holds is frozen: set ``requires_grad_`` on what
-        is to be trained; prompts, and a head that the checkpoint lacks, are trainable.
+        mode too. ``options``: as ``flow.options``. ``dtype``: of the client's part; over bfloat16 workers, on a CPU
+        that has no bfloat16 arithmetic, "float32" gives a fast head (NOTE above). What the checkpoint holds is frozen:
+        set ``requires_grad_`` on what is to be trained; prompts, and a head that the checkpoint lacks, are trainable.
         """
         changes = {name: options.pop(name) for name in cls._config_names if name in options}
         _known(options, [*Options.__dataclass_fields__, *_OWN, *cls._config_names])

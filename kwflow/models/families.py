@@ -116,10 +116,17 @@ _GPTJ = Family(layers="h", attn="attn", out="attn.out_proj")
 _NORMED = Family(attn="post_attention_layernorm", mlp="post_feedforward_layernorm")
 _OPT = Family(layers="decoder.layers", mlp="fc2", out="self_attn.out_proj", positions=LEARNED, counts_mask=True)
 
+_XGLM = Family(
+    mlp="fc2",
+    out="self_attn.out_proj",
+    positions=LEARNED,
+    four_d="this family's attention takes one that all heads share, made from a 2-D one",
+)
+
 FAMILIES: dict[str, Family] = {
     "apertus": Family(),
     "arcee": Family(),
-    "biogpt": Family(mlp="fc2", out="self_attn.out_proj", positions=LEARNED, counts_mask=True),
+    "biogpt": Family(mlp="fc2", out="self_attn.out_proj", positions=LEARNED),
     "bitnet": Family(),
     "bloom": _BLOOM,
     "codegen": _GPTJ,
@@ -178,7 +185,7 @@ FAMILIES: dict[str, Family] = {
     "stablelm": Family(),
     "starcoder2": Family(),
     "vaultgemma": Family(),
-    "xglm": Family(mlp="fc2", out="self_attn.out_proj", positions=LEARNED),
+    "xglm": _XGLM,
 }
 
 

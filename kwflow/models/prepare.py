@@ -93,22 +93,7 @@ def recorder(config: Any, base: nn.Module, family: Family, kinds: Sequence[str])
 
     The base model is used up: recorders take the place of its layers, and what has weights passes hidden on.
     """
-    layers = layer_list(base, family)
-    first = {kind: layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)}
-    replace_layers(base, family, [Recorder(kind, layer, family.tuples) for kind, layer in first.items()])
-    short = copy.deepcopy(config)
-    short.num_hidden_layers = len(first)
-    if getattr(short, "layer_types", None):
-        short.layer_types = list(first)
-    for owner in _owners(base, family):
-        owner.config = short
-        for name, child in list(owner.named_children()):
-            if child is layer_list(base, family) or any(child is other for other in _owners(base, family)):
-                continue
-            if any(True for _ in child.parameters()):
-                setattr(owner, name, Passes())
-            elif any(kind in str(getattr(child, "rope_type", "")) for kind in ("dynamic", "longrope")):
-                setattr(owner, name, Fresh(child))
+    _hollow(config, base, family, kinds)
     cache_name, takes = cache_argument(base.forward), inspect.signature(base.forward).parameters
 
     def prepare(
@@ -141,6 +126,28 @@ def recorder(config: Any, base: nn.Module, family: Family, kinds: Sequence[str])
         return found
 
     return prepare
+
+
+def _hollow(config: Any, base: nn.Module, family: Family, kinds: Sequence[str]) -> None:
+    """Leave of a base model what makes its layers' arguments: a recorder for each kind, nothing with weights."""
+    layers = layer_list(base, family)
+    first = {kind: layers[kinds.index(kind)] for kind in dict.fromkeys(kinds)}
+    replace_layers(base, family, [Recorder(kind, layer, family.tuples) for kind, layer in first.items()])
+    short = copy.deepcopy(config)
+    short.num_hidden_layers = len(first)
+    if getattr(short, "layer_types", None):
+        short.layer_types = list(first)
+    owners = _owners(base, family)
+    kept = [layer_list(base, family), *owners]
+    for owner in owners:
+        owner.config = short
+        for name, child in list(owner.named_children()):
+            if any(child is one for one in kept):
+                continue
+            if any(True for _ in child.parameters()):
+                setattr(owner, name, Passes())
+            elif any(kind in str(getattr(child, "rope_type", "")) for kind in ("dynamic", "longrope")):
+                setattr(owner, name, Fresh(child))
 
 
 def _owners(base: nn.Module, family: Family) -> list[nn.Module]:

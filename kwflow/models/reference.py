@@ -93,7 +93,7 @@ class HuggingFace:
         if (mask := call.get("attention_mask")) is not None and mask.dim() == 2:
             call["attention_mask"] = mask.expand(hidden.shape[0], -1)
         if self.family.counts_mask:  # it would count a 4-D mask; learned positions are in hidden already
-            call["position_ids"] = torch.zeros(hidden.shape[:2], dtype=torch.long)
+            call["position_ids"] = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         where = token_positions(call.get("attention_mask"), 0, hidden.shape[1], hidden.device)
         seen: list[Tensor] = []
         hooks = []

@@ -98,12 +98,6 @@ def quiet() -> Iterator[None]:
         log.set_verbosity(before)
 
 
-def tensor_prefix(checkpoint: Checkpoint, model: nn.Module) -> str:
-    """Checkpoints name tensors with or without the base model's prefix (``transformer.h.0…`` or ``h.0…``)."""
-    prefix = f"{model.base_model_prefix}."
-    return prefix if any(name.startswith(prefix) for name in checkpoint.names()) else ""
-
-
 def load_span(
     model: str | os.PathLike[str],
     start: int | None = None,
@@ -139,14 +133,7 @@ def load_span(
     prefixes = tuple(f"{prefix}.{number}." for number in range(start, stop))
     checkpoint.fetch(sources.names(lambda name: name.startswith(prefixes)))
     for number, layer in progress(enumerate(modules, start), f"reading layers {start}:{stop}", stop - start):
-        fill_buffers(whole, layer)
-        tensors, raw = sources.read(lambda name, own=f"{prefix}.{number}.": name.startswith(own))
-        hashes.append(layer_hash(raw)[:16])
-        own = {name.removeprefix(f"{prefix}.{number}."): tensor for name, tensor in tensors.items()}
-        lacking = sorted(layer.state_dict().keys() - own.keys())
-        if lacking:
-            raise ModelError(f"{folder} has no tensor for {lacking[0]!r} of layer {number}")
-        layer.load_state_dict(own, assign=True)
+        hashes.append(_read_layer(layer, f"{prefix}.{number}.", sources))
         family.mend(layer)
         derivable_experts(layer)
         layer.to(where)
@@ -165,6 +152,19 @@ def load_span(
         "quantization": mode,
     }
     return SpanSpec(start, stop, tuple(blocks), taken, identity, dtype=target, device=where)
+
+
+def _read_layer(layer: nn.Module, prefix: str, sources: Sources) -> str:
+    """Fill a skeleton's layer with the tensors whose names begin with ``prefix``; the hash of what was read."""
+    fill_buffers(sources.model, layer)
+    tensors, raw = sources.read(lambda name: name.startswith(prefix))
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    lacking = sorted(layer.state_dict().keys() - own.keys())
+    if lacking:
+        raise ModelError(f"{sources.checkpoint.folder} has no tensor for {prefix}{lacking[0]}")
+    layer.load_state_dict(own, assign=True)
+    layer.requires_grad_(False).eval()
+    return layer_hash(raw)[:16]
 
 
 def config_attention(model: Any) -> str:

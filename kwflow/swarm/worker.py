@@ -41,9 +41,9 @@ from kwflow.errors import (
 )
 from kwflow.kv import KV
 from kwflow.kwargs import check_bound
-from kwflow.wire import PROTOCOL, Message
+from kwflow.swarm.hello import features, hello
+from kwflow.wire import Message
 
-FEATURES = ("hello", "run", "vjp", "jvp", "vmap", "nested", "float64", "step", "reorder", "rollback")
 DECODE, PREFILL, FORWARD, BACKWARD = range(4)  # priorities: the lowest number goes first
 
 MAX_ORDER, MAX_OPERATIONS = 4, 8  # derivatives, and operations in all, of one request
@@ -150,21 +150,7 @@ class Served:
 
     def hello(self) -> dict[str, Any]:
         """What a client learns before its first call."""
-        spec = self.spec
-        return {
-            "protocol": PROTOCOL,
-            "version": __version__,
-            "features": features(spec),
-            "model": self.model,
-            "span": [spec.start, spec.stop],
-            "dtype": _name(spec.dtype),
-            "quantization": spec.identity.get("quantization", ""),
-            "device": str(spec.device),
-            "schema": spec.schema.to_json(),
-            "limits": self.limits,
-            "fingerprint": fingerprint(spec, self.compute.threads),
-            "layers": spec.identity.get("layers", []),
-        }
+        return hello(self.spec, self.model, self.limits, self.compute.threads)
 
     def accept(self, remote: str) -> ClientConnection:
         return ClientConnection(self, remote)
@@ -176,29 +162,6 @@ class Served:
         sizes, item = self.spec.schema.sizes, self.spec.dtype.itemsize
         key_and_value = sum(sizes.get(name, sizes["head_dim"]) for name in ("key_dim", "value_dim"))
         return batch * max_length * layers * sizes["kv_head"] * key_and_value * item
-
-
-def fingerprint(spec: SpanSpec, threads: int) -> dict[str, Any]:
-    """What must be equal on both sides for bitwise equal values (DESIGN law 1)."""
-    return {
-        "checkpoint": spec.identity.get("checkpoint", ""),
-        "dtype": _name(spec.dtype),
-        "quantization": spec.identity.get("quantization", ""),
-        "device": processor(spec.device),
-        "torch": str(torch.__version__),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "matmul": torch.get_float32_matmul_precision(),  # "highest": no TF32, no bfloat16 inside float32 products
-        "threads": threads,
-        "attention": spec.identity.get("attention", ""),
-        "block_fn": spec.identity.get("block_fn", ""),
-    }
-
-
-def features(spec: SpanSpec) -> list[str]:
-    """What this worker can do."""
-    # int8 rounds activations, whatever the precision around it; MPS has no float64
-    lacks = {"float64"} if spec.identity.get("quantization") == "int8" or spec.device.type == "mps" else set()
-    return [feature for feature in FEATURES if feature not in lacks]
 
 
 class ClientConnection:
@@ -365,15 +328,6 @@ class ClientConnection:
         tokens = hidden.numel() // max(1, self.served.spec.schema.sizes["hidden"])
         if tokens > self.served.limits["batch_tokens"]:
             raise BudgetError(f"{tokens} tokens in one request; this worker takes {self.served.limits['batch_tokens']}")
-
-
-def processor(device: torch.device) -> str:
-    """What computes: a CUDA device's kernels depend on its kind."""
-    return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _home(result: Tensor | None) -> Tensor | None:
