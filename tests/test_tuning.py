@@ -140,7 +140,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@every_family
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "bloom"))])
 @every_mode
 @pytest.mark.parametrize("way", WAYS)
 def test_generate_goes_on_behind_the_prompts(family: str, mode: str, way: str) -> None:
