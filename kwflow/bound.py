@@ -127,9 +127,16 @@ class Bound:
 
     def captures(self, span: Span | None = None) -> int:
         """How many outputs these layers have beside hidden."""
+        return len(self._captures(span))
+
+    def captured_positions(self, span: Span) -> int:
+        """How many vectors these layers' captures bring back for each row."""
+        return sum(1 if entry["mean"] else entry["count"] for entry in self._captures(span))
+
+    def _captures(self, span: Span | None) -> list[dict[str, Any]]:
         first, last = span or (self.start, self.stop)
         mine = [s for s in self.sections if not isinstance(s.layers, str) and first <= s.layers[0] < last]
-        return sum(len(section.skeleton.get("capture", ())) for section in mine)
+        return [entry for section in mine for entry in section.skeleton.get("capture", ())]
 
     def repeat_rows(self, repeats: int) -> Bound:
         """Each row ``repeats`` times: what beams do to kwargs, on ``batch`` axes only."""

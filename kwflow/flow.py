@@ -24,7 +24,7 @@ from kwflow.axes import Axed, describe
 from kwflow.bound import Span, is_wrapped
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
-from kwflow.plan import Options, Peers, Plan, PlanCall, bind, wait
+from kwflow.plan import Estimate, Options, Peers, Plan, PlanCall, bind, wait
 from kwflow.positions import Columns
 from kwflow.schema import Spec
 
@@ -165,6 +165,17 @@ class Flow:
                 return outputs[0]
         except TimeoutError as error:
             raise DeadlineError(f"a call of layers {self.start}:{self.stop} did not end in {seconds:g} s") from error
+
+    def check(self, hidden: Tensor, **kwargs: Any) -> None:
+        """Check a call as it is checked before it is sent, and send nothing. hidden and values may be on "meta"."""
+        self.plan(hidden, kwargs)
+
+    def estimate(self, hidden: Tensor, **kwargs: Any) -> Estimate:
+        """Which workers a call would go through, in how many sub-batches, and how many bytes; nothing is sent.
+
+        print(flow.estimate(**x, capture=kf.Capture(resid=range(30))))
+        """
+        return self.plan(hidden, kwargs).estimate(hidden)
 
     def plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
         """Route and bind one call, without running it."""

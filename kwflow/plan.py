@@ -76,6 +76,24 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """What a call would send and get back, tensors only; the headers around them are some 200 bytes each way."""
+
+    hops: tuple[Span, ...]  # the layers that each worker runs
+    sub_batches: int
+    bytes_sent: tuple[int, ...]  # to each worker
+    bytes_received: tuple[int, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.hops)} workers, {self.sub_batches} sub-batches"]
+        for span, sent, received in zip(self.hops, self.bytes_sent, self.bytes_received, strict=True):
+            lines.append(f"  layers {span[0]}:{span[1]}  {sent:,} bytes there, {received:,} back")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
 class Plan:
     """One call, routed and bound: which rows go through which hops with which part of the kwargs."""
 
@@ -84,6 +102,16 @@ class Plan:
     bound: Bound
     cuts: tuple[Span, ...]
     options: Options
+
+    def estimate(self, hidden: Tensor) -> Estimate:
+        """Count the bytes of a forward pass."""
+        row, sent, received = hidden[:1].nbytes, [], []
+        for hop in self.route:
+            parts = [self.bound.part(rows, hop.span)[0] for rows in self.cuts]
+            sent.append(hidden.nbytes + sum(t.nbytes for bound in parts for t in bound.tensors))
+            places = self.bound.captured_positions(hop.span)
+            received.append(hidden.nbytes + hidden.shape[0] * places * (row // max(1, hidden.shape[1])))
+        return Estimate(tuple(hop.span for hop in self.route), len(self.cuts), tuple(sent), tuple(received))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return wait(work, self.options.timeout, f"a call of layers {self.bound.start}:{self.bound.stop}")
@@ -253,7 +281,7 @@ def bind(
     """Bind a call's kwargs to what its route takes, and look at the values that have limits."""
     bound = bind_kwargs([(hop.span, hop.schema) for hop in route], span, kwargs, sizes, columns)
     for leaf, tensor in zip(bound.leaves, bound.tensors, strict=True):
-        if leaf.what != "attention_mask" or is_wrapped(tensor):
+        if leaf.what != "attention_mask" or is_wrapped(tensor) or tensor.is_meta:
             continue
         if len(leaf.axes) == 2 and not bool(((tensor == 0) | (tensor == 1)).all()):
             raise KwargError(f"attention_mask {describe(tensor)} 'batch key' holds other numbers than 0 and 1")

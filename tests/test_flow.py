@@ -497,3 +497,23 @@ def test_inputs_takes_what_a_tokenizer_gives_and_refuses_nothing_at_all() -> Non
         remote.inputs(torch.empty(1, 0, dtype=torch.long))
     with pytest.raises(KwargError, match=r"flow\.inputs"):
         remote(torch.tensor([[3, 4]]))
+
+
+def test_a_call_is_checked_and_estimated_without_being_sent() -> None:
+    remote, hidden = flow("llama", THREE), random(4, 3, HIDDEN)
+    v = kf.axes(random(4, HIDDEN), "batch hidden")
+    with Requests(remote) as requests:
+        remote.check(hidden, steer={2: v})
+        remote.check(hidden.to("meta"), steer={2: v.tensor[0].to("meta")})
+        with pytest.raises(ShapeError, match="hidden = 31"):
+            remote.check(hidden, steer={2: random(HIDDEN - 1)})
+        estimate = remote.options(batch_tokens=6).estimate(
+            hidden, steer={2: v}, capture=kf.Capture(resid=[0, 3], head=[3], at="prompt[-1]")
+        )
+        assert len(requests) == 0
+    assert estimate.hops == ((0, 1), (1, 3), (3, 4)) and estimate.sub_batches == 2
+    whole, column = hidden.nbytes, 4 * HIDDEN * 4
+    index = 8 * 3 * 2  # where, for each of the two sub-batches
+    assert estimate.bytes_received == (whole + column, whole, whole + 2 * column)
+    assert estimate.bytes_sent == (whole + index, whole + column, whole + 2 * index)
+    assert "layers 1:3" in str(estimate)
