@@ -71,7 +71,7 @@ class Capture:
         layers: dict[str, list[int]] = {}
         for point, layer in self.keys:
             layers.setdefault(point, []).append(layer)
-        what = ", ".join(f"{point}={own}" for point, own in layers.items())
+        what = ", ".join(f"{point}={_short(own)}" for point, own in layers.items())
         return f"Capture({what}, at={self.at!r:.40}; {found})"
 
     def __iter__(self) -> Iterator[Key]:
@@ -139,6 +139,12 @@ class Capture:
         self._taken = [
             (torch.where(column < position, number, -1), column, values) for number, column, values in self._taken
         ]
+
+
+def _short(layers: list[int]) -> str:
+    """``[3, 8]``, or ``0..29`` for many in a row."""
+    row = len(layers) > 2 and layers == [*range(layers[0], layers[-1] + 1)]
+    return f"{layers[0]}..{layers[-1]}" if row else str(layers)
 
 
 def pick(at: Any, columns: Columns) -> Picked:
