@@ -113,7 +113,7 @@ def contrast(
     return Vectors(made, point, model=ends.name, model_type=kind, method=method)
 
 
-Batch = tuple[str, dict[int, Tensor]]  # positive or negative; by layer (N, D or head head_dim), float64
+Batch = tuple[str, dict[int, Tensor]]  # positive or negative; by layer (N, D or head head_dim)
 
 
 def _batches(
@@ -132,7 +132,7 @@ def _batches(
             _, acts = flow.capture(points, at=at, mean=True, **flow.inputs(made))
         except KwargError as error:
             raise KwargError(f"{side}[{start}:{start + len(batch)}]: {error}") from error
-        yield side, {layer: acts[point, layer][:, 0].double() for point, layer in acts}
+        yield side, {layer: acts[point, layer][:, 0] for point, layer in acts}
 
 
 def _mean(batches: Iterator[Batch], counts: Sequence[int]) -> dict[int, Tensor]:
@@ -141,7 +141,7 @@ def _mean(batches: Iterator[Batch], counts: Sequence[int]) -> dict[int, Tensor]:
     total: dict[int, Tensor] = {}
     for side, acts in batches:
         for layer, rows in acts.items():
-            total[layer] = total.get(layer, 0) + shares[side] * rows.sum(0)
+            total[layer] = total.get(layer, 0) + shares[side] * rows.double().sum(0)
     return total
 
 
@@ -153,7 +153,7 @@ def _pca(batches: Iterator[Batch]) -> dict[int, Tensor]:
             found[side].setdefault(layer, []).append(rows)
     out = {}
     for layer, positive in found["positive"].items():
-        difference = torch.cat(positive) - torch.cat(found["negative"][layer])
+        difference = torch.cat(positive).double() - torch.cat(found["negative"][layer]).double()
         flat_ND = difference.flatten(1)
         if not bool(flat_ND.any()):
             raise KwargError(f"method='pca': positive and negative texts are the same at layer {layer}")

@@ -88,6 +88,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "nothing": (lambda: Vectors({}), KwargError, "at least one layer"),
     "a list": (lambda: Vectors([A]), KwargError, "at least one layer"),  # type: ignore[arg-type]
     "a bool layer": (lambda: Vectors({True: A}), KwargError, "layers=\\[True\\]"),
+    "kf.add to True": (lambda: kf.add(A, True), KwargError, "layers=True"),
     "a negative layer": (lambda: Vectors({-1: A}), SpanError, "from 0"),
     "no point": (lambda: Vectors({1: A}, "residual"), KwargError, "Did you mean 'resid'"),
     "embed of layer 3": (lambda: Vectors({3: A}, "embed"), SpanError, "embed"),
@@ -399,7 +400,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "cut in the data": (gguf_bytes([controlvector()], ONE, DATA)[:-8], "broken GGUF"),
     "another architecture": (gguf_bytes([controlvector("llama")], ONE, DATA), "of 'llama'"),
     "no architecture": (gguf_bytes([], ONE, DATA), "of ''"),
-    "an endless array": (gguf_bytes([("x", 9, struct.pack("<IQ", 4, 2**60)), controlvector()], ONE), "broken GGUF"),
+    "an endless array": (gguf_bytes([("x", 9, struct.pack("<IQ", 0, 2**60)), controlvector()], ONE), "broken GGUF"),
     "an endless text": (gguf_bytes([("x", 8, struct.pack("<Q", 2**62))], ONE), "broken GGUF"),
     "endless tensors": (gguf_bytes([controlvector()], ONE, DATA, count=2**60), "broken GGUF"),
     "a huge tensor": (gguf_bytes([controlvector()], [("direction.1", [2**40], 0)], DATA), "broken GGUF"),
