@@ -30,7 +30,7 @@ _WHERE = {
     "AutoDistributedModelForCausalLM": "kwflow.models.auto",
     "AutoDistributedModelForSequenceClassification": "kwflow.models.auto",
 }
-_MODULES = ("errors", "verify")
+_MODULES = ("errors", "steering", "verify")
 
 __all__ = [
     "AutoDistributedConfig",
@@ -52,12 +52,14 @@ __all__ = [
     "project_out",
     "put",
     "scale",
+    "steering",
     "stream",
     "verify",
 ]
 
 if TYPE_CHECKING:
     from kwflow import errors as errors
+    from kwflow import steering as steering
     from kwflow import verify as verify
     from kwflow.axes import Axes as Axes
     from kwflow.axes import axes as axes

@@ -96,12 +96,18 @@ def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any
 def numbers(given: Any, name: str, what: str) -> tuple[int, ...]:
     """Layer or head numbers, one or several."""
     try:
-        numbers = [operator.index(i) for i in (given if isinstance(given, Iterable) else [given])]
+        numbers = [_number(i) for i in (given if isinstance(given, Iterable) else [given])]
     except TypeError:
         raise KwargError(f"{what}: {name}={given!r:.60}; give a number or several") from None
     if not numbers or len(set(numbers)) != len(numbers):
         raise KwargError(f"{what}: {name}={given!r:.60}: give at least one, each once")
     return tuple(numbers)
+
+
+def _number(given: Any) -> int:
+    if isinstance(given, bool):  # True is no layer 1
+        raise TypeError
+    return operator.index(given)
 
 
 # ---- from what a caller gives to what a block gets ---------------------------------------------------------------

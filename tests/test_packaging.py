@@ -35,12 +35,12 @@ PARTS = {
     "words": ["errors", "axes", "tree", "link", "wire"],
     "core": ["blocks", "positions", "points", "edits", "captures", "kv", "schema", "bound", "kwargs", "derive"],
     "client": ["plan", "flow", "session"],
-    "research": ["verify", "steering", "adapters"],
+    "research": ["verify", "vectors", "steering", "adapters"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
-        *("models.quantize", "models.hooks", "models.reference", "models.tuning"),
+        *("models.quantize", "models.hooks", "models.hooked", "models.reference", "models.tuning"),
         *("models.checkpoint", "models.shard", "models.hub", "models.gguf", "models.embedded"),
-        "models.progress",
+        *("models.progress", "models.vector_files"),
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),

@@ -11,7 +11,7 @@ AFTER_SECONDS = 2.0
 T = TypeVar("T")
 
 
-def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
+def progress(items: Iterable[T], what: str, total: int, unit: str = "layer") -> Iterator[T]:
     """Go through items; if that takes longer than 2 s, with a bar on stderr, for people only.
 
     A terminal or a notebook shows it, a log file does not; tqdm's own TQDM_DISABLE turns it off.
@@ -20,4 +20,4 @@ def progress(items: Iterable[T], what: str, total: int) -> Iterator[T]:
 
     seen = sys.stderr.isatty() or "ipykernel" in sys.modules
     hidden: dict[str, Any] = {} if seen else {"disable": True}  # not False: it would override TQDM_DISABLE
-    return iter(tqdm(items, desc=what, total=total, delay=AFTER_SECONDS, leave=False, unit="layer", **hidden))
+    return iter(tqdm(items, desc=what, total=total, delay=AFTER_SECONDS, leave=False, unit=unit, **hidden))
