@@ -204,6 +204,8 @@ def run(
     In a session ``past`` columns stand before these, ``attention_mask`` covers them all, and ``kv`` holds their keys.
     ``captured`` is filled with what ``capture`` asks for, by layer.
     """
+    if captured is None and bound.captures():
+        raise KwargError("capture: blocks run by hand return hidden alone; flow.capture, sessions and generate capture")
     given = bound.call()
     mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
     mask = attention_mask if mask is None else mask
