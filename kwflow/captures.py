@@ -51,7 +51,7 @@ class Capture:
         given = points if points is not None else {}
         if not isinstance(given, Mapping) or given.keys() & by_point or type(mean) is not bool:
             raise KwargError(
-                f"kf.Capture: points={points!r:.60}, mean={mean!r:.20}; give {{point: layers}}, each point once, and a bool"
+                f"kf.Capture: points={points!r:.60}, mean={mean!r:.20}; give {{point: layers}}, each point once, a bool"
             )
         wanted = {**given, **by_point}
         if not wanted:

@@ -211,7 +211,8 @@ def _bound(value: Any, forms: Sequence[str], sizes: Mapping[str, int], free: dic
     if isinstance(value, float) and forms[0].split()[-1] not in ("hidden", "head_dim"):
         return value
     if not isinstance(value, Tensor | Axed):
-        said = f"{value!r:.60}" if value is None or isinstance(value, bool | float | str) else f"a {type(value).__name__}"
+        plain = value is None or isinstance(value, bool | float | str)
+        said = f"{value!r:.60}" if plain else f"a {type(value).__name__}"
         raise KwargError(f"{what} is {said}; it takes a tensor with axes {' | '.join(map(repr, forms))}")
     leaf = bind(value, forms, what=what)
     if not leaf.tensor.is_floating_point():
