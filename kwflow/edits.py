@@ -100,7 +100,7 @@ def numbers(given: Any, name: str, what: str) -> tuple[int, ...]:
     """Layer or head numbers, one or several."""
     several = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0  # an array without dimensions is one
     try:
-        items = list(itertools.islice(given, _MOST + 1)) if several else [given]
+        items: list[Any] = list(itertools.islice(given, _MOST + 1)) if several else [given]
         if any(isinstance(i, bool) or str(getattr(i, "dtype", "")).endswith("bool") for i in items):
             raise TypeError("a mask of bools is no list of numbers")
         numbers = [operator.index(i) for i in items]
