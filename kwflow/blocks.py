@@ -8,6 +8,7 @@ transformers here: ``kwflow.models`` builds the SpanSpecs.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,7 @@ class Block:
     cache_name: str
     kind: str = "full_attention"  # layers of one kind share what prepare makes: full_attention, sliding_attention, …
     custom: Callable[..., Tensor] | None = None
+    turn: Any = field(default_factory=threading.RLock)  # other params are put into the module while it runs
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
         """Run the block by hand; kwargs are one layer's part (no ``layer`` axis), ``steer`` may be a bare vector."""
@@ -111,7 +113,7 @@ class Block:
         args = dict(call.layer_args[self.kind])
         if call.cache is not None:
             args[self.cache_name] = call.cache
-        with acting(acts, self.layer) if acts else nullcontext():
+        with self.turn, acting(acts, self.layer) if acts else nullcontext():
             if params is self.params:
                 out = self.module(hidden, **args)
             else:
@@ -204,6 +206,8 @@ def run(
     In a session ``past`` columns stand before these, ``attention_mask`` covers them all, and ``kv`` holds their keys.
     ``captured`` is filled with what ``capture`` asks for, by layer.
     """
+    if captured is None and bound.captures():
+        raise KwargError("capture: blocks run by hand return hidden alone; flow.capture, sessions and generate capture")
     given = bound.call()
     mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
     mask = attention_mask if mask is None else mask

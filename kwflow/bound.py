@@ -201,3 +201,12 @@ def name_in(name: str, layers: Layers) -> str:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a torch.func transform holds this tensor, so that its values cannot be looked at."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a vmap holds this tensor: other transforms let its values be looked at."""
+    while is_wrapped(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return False

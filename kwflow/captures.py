@@ -48,7 +48,12 @@ class Capture:
     def __init__(
         self, points: Mapping[str, Any] | None = None, *, at: Any = "all", mean: bool = False, **by_point: Any
     ):
-        wanted = {**(points or {}), **by_point}
+        given = points if points is not None else {}
+        if not isinstance(given, Mapping) or given.keys() & by_point or type(mean) is not bool:
+            raise KwargError(
+                f"kf.Capture: points={points!r:.60}, mean={mean!r:.20}; give {{point: layers}}, each point once, a bool"
+            )
+        wanted = {**given, **by_point}
         if not wanted:
             raise KwargError("kf.Capture: say what: kf.Capture(resid=[3, 8], attn=[3])")
         for point in wanted:
@@ -166,6 +171,8 @@ def lower(capture: Any, span: tuple[int, int], columns: Columns) -> list[tuple[t
     if outside := [layer for _, layer in capture if not span[0] <= layer < span[1]]:
         raise SpanError(f"capture names layer {outside[0]}; this flow has layers {span[0]}:{span[1]} (absolute)")
     picked = pick(capture.at, columns)
+    if not picked.count and not columns.session:
+        raise KwargError(f"capture: at={capture.at!r:.60} selects no token of any row")
     if not picked.count:
         return []
     whole = picked.count == picked.place_BS.shape[1] and bool((picked.place_BS >= 0).all())
@@ -180,6 +187,8 @@ def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str
     if not isinstance(entry, dict) or entry.get("point") not in points:
         said = entry.get("point") if isinstance(entry, dict) else entry
         raise KwargError(f"{what}: no point {said!r:.40} in these blocks; they have {', '.join(points)}")
+    if unknown := [key for key in entry if key not in ("point", "count", "mean", "at")]:
+        raise KwargError(f"{what} carries {unknown[0]!r:.40}, which no capture has")
     count, at = entry.get("count"), entry.get("at")
     if type(count) is not int or not 1 <= count <= sizes["seq"] or type(entry.get("mean")) is not bool:
         raise KwargError(f"{what}: count={count!r:.20}, mean={entry.get('mean')!r:.20}: not what a client sends")
@@ -201,8 +210,9 @@ def take(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
         if place is None:
             return x.mean(1, keepdim=True)
         there = (place >= 0).view(*place.shape, *[1] * (x.dim() - 2))
-        total = torch.where(there, x, torch.zeros_like(x)).sum(1, keepdim=True)
-        return total / there.sum(1, keepdim=True).clamp(min=1).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)  # a sum in float16 would overflow
+        total = torch.where(there, x, torch.zeros_like(x)).sum(1, keepdim=True, dtype=wide)
+        return (total / there.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
     return x.clone() if place is None else _lay_out(x, place, entry["count"], fill=0)
 
 

@@ -11,6 +11,8 @@ to the hidden's dtype where it acts, so its gradient comes back in the caller's 
 
 from __future__ import annotations
 
+import itertools
+import numbers as kinds
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow.axes import Axed, bind, check_sizes, describe, spread
+from kwflow.axes import Axed, bind, check_sizes, describe, expansions, spread
 from kwflow.errors import KwargError, ShapeError, SpanError, did_you_mean
 from kwflow.positions import Columns, select, token_position
 
 POINTS = ("embed", "resid_pre", "attn", "mlp", "head", "resid")
+_MOST = 1 << 16  # layers or heads of one edit
 KINDS = ("add", "put", "scale", "project_out")
 
 
@@ -76,9 +79,7 @@ def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any
     what = f"kf.{kind}"
     if point not in POINTS:
         raise KwargError(f"{what}: no point {point!r}; points are {', '.join(POINTS)}.{did_you_mean(point, POINTS)}")
-    if point == "embed":
-        if layers not in (None, 0):
-            raise SpanError(f"{what}: the point 'embed' is the input of layer 0, got layers={layers!r}")
+    if point == "embed" and layers is None and not isinstance(value, Mapping):
         layers = 0
     if heads is not None and point != "head":
         raise KwargError(f"{what}: heads={heads!r} belong to point='head', not to {point!r}")
@@ -90,24 +91,24 @@ def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any
         raise KwargError(f"{what}: say where: layers=12, layers=range(10, 20), or {{layer: value}}")
     else:
         values = {numbers(layers, "layers", what): value}
+    if point == "embed" and any(own != (0,) for own in values):
+        raise SpanError(f"{what}: the point 'embed' is the input of layer 0, got layers={layers!r:.60}")
     return Edit(kind, values, point, at, strength, None if heads is None else numbers(heads, "heads", what))
 
 
 def numbers(given: Any, name: str, what: str) -> tuple[int, ...]:
     """Layer or head numbers, one or several."""
+    several = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0  # an array without dimensions is one
     try:
-        numbers = [_number(i) for i in (given if isinstance(given, Iterable) else [given])]
+        items: list[Any] = list(itertools.islice(given, _MOST + 1)) if several else [given]
+        if any(isinstance(i, bool) or str(getattr(i, "dtype", "")).endswith("bool") for i in items):
+            raise TypeError("a mask of bools is no list of numbers")
+        numbers = [operator.index(i) for i in items]
     except TypeError:
         raise KwargError(f"{what}: {name}={given!r:.60}; give a number or several") from None
-    if not numbers or len(set(numbers)) != len(numbers):
-        raise KwargError(f"{what}: {name}={given!r:.60}: give at least one, each once")
+    if not numbers or len(set(numbers)) != len(numbers) or len(numbers) > _MOST:
+        raise KwargError(f"{what}: {name}={given!r:.60}: give at least one, each once, and at most {_MOST}")
     return tuple(numbers)
-
-
-def _number(given: Any) -> int:
-    if isinstance(given, bool):  # True is no layer 1
-        raise TypeError
-    return operator.index(given)
 
 
 # ---- from what a caller gives to what a block gets ---------------------------------------------------------------
@@ -130,32 +131,42 @@ def lower(given: Any, span: tuple[int, int], columns: Columns) -> list[tuple[tup
         for layers, value in edit.values.items():
             if outside := [layer for layer in layers if not span[0] <= layer < span[1]]:
                 raise SpanError(f"{what} names layer {outside[0]}; this flow has layers {span[0]}:{span[1]} (absolute)")
-            entry: dict[str, Any] = {"kind": edit.kind, "point": edit.point, "value": value}
-            entry["strength"] = float(edit.strength) if isinstance(edit.strength, int) else edit.strength
-            if isinstance(value, int) and not isinstance(value, bool):
-                entry["value"] = float(value)
+            entry: dict[str, Any] = {"kind": edit.kind, "point": edit.point}
+            entry.update(value=_number(value), strength=_number(edit.strength))
+            positions = _positions_of(value, _forms(edit.kind, edit.point))
             if edit.heads is not None:
                 entry["heads"] = list(edit.heads)
             if index is not None:
                 entry["at"] = Axed(index, ("batch", "seq"))
-            elif _positions_of(value) is not None:
+            elif positions is not None:
                 entry["at"] = Axed(columns.position_BS, ("batch", "seq"))
-            if not columns.session and (given := _positions_of(value)) is not None:
-                reached = int((columns.position_BS if index is None else index).max()) + 1
-                if given != reached:
+            if not columns.session and positions is not None and columns.position_BS.numel():
+                reached = _reached(columns.position_BS if index is None else index)
+                if positions != reached:
                     raise ShapeError(
-                        f"{what}, kf.{edit.kind}: value has pos = {given}, at= selects {reached} positions"
+                        f"{what}, kf.{edit.kind}: value has pos = {positions}, at= selects {reached} positions"
                     )
             if index is None or not columns.session or bool((index >= 0).any()):
                 lowered.append((layers, entry))
     return lowered
 
 
-def _positions_of(value: Any) -> int | None:
-    """How many positions a value has; None: the same for all. A bare tensor of rank 3 is "batch pos hidden"."""
-    if isinstance(value, Axed):
-        return value.size("pos")
-    return value.shape[1] if isinstance(value, Tensor) and value.dim() == 3 else None
+def _number(given: Any) -> Any:
+    """A number of Python or numpy as a float; anything else as it is."""
+    return float(given) if isinstance(given, kinds.Real) and not isinstance(given, bool) else given
+
+
+def _positions_of(value: Any, forms: Sequence[str]) -> int | None:
+    """How many positions a value has; None: the same for all, or its axes are not clear, which ``check`` says."""
+    if isinstance(value, Tensor):
+        fit = [form for form in expansions(forms[0]) if len(form) == value.dim()]
+        return Axed(value, fit[0]).size("pos") if len(fit) == 1 else None
+    return value.size("pos") if isinstance(value, Axed) else None
+
+
+def _reached(index_BS: Tensor) -> int:
+    """How many positions a selection has."""
+    return int(index_BS.max()) + 1 if index_BS.numel() else 0
 
 
 def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str) -> dict[str, Any]:
@@ -163,26 +174,28 @@ def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str
     if not isinstance(entry, dict) or entry.get("kind") not in KINDS or entry.get("point") not in points:
         said = entry.get("point") if isinstance(entry, dict) else entry
         raise KwargError(f"{what}: no point {said!r:.40} in these blocks; they have {', '.join(points)}")
-    if unknown := set(entry) - {"kind", "point", "value", "strength", "at", "heads"}:
-        raise KwargError(f"{what} carries {sorted(unknown)[0]!r:.40}, which no edit has")
+    if unknown := [key for key in entry if key not in ("kind", "point", "value", "strength", "at", "heads")]:
+        raise KwargError(f"{what} carries {unknown[0]!r:.40}, which no edit has")
     point, heads = entry["point"], entry.get("heads")
     what = f"{what}, kf.{entry['kind']}"
-    if heads is not None and not (
-        isinstance(heads, list) and all(type(h) is int and 0 <= h < sizes["head"] for h in heads)
+    if "heads" in entry and not (
+        isinstance(heads, list)
+        and all(type(h) is int and 0 <= h < sizes["head"] for h in heads)
+        and 0 < len(heads) == len(set(heads))
     ):
         raise KwargError(f"{what}: heads={heads!r:.60}; these layers have heads 0:{sizes['head']}")
     known = {**sizes, "head": len(heads) if heads else sizes["head"]}
-    known.pop("head_dim", None)  # of what comes before the output projection: other families' keys have another
+    known["head_dim"] = sizes.get("value_dim", sizes["head_dim"])  # the output projection's side: values, not keys
     free: dict[str, int] = {}
     bound = dict(entry)
     if (at := entry.get("at")) is not None:
         if not isinstance(at, Axed) or at.axes != ("batch", "seq") or at.tensor.dtype != torch.long:
             raise KwargError(f"{what}: at is a tensor of int64, 'batch seq', on the wire")
         check_sizes(at, known, {}, what=f"{what}, at")
-    bound["value"] = _bound(entry["value"], _forms(entry["kind"], point), known, free, f"{what}, value")
-    bound["strength"] = _bound(entry["strength"], ("[batch]",), known, free, f"{what}, scale")
+    bound["value"] = _bound(entry.get("value"), _forms(entry["kind"], point), known, free, f"{what}, value")
+    bound["strength"] = _bound(entry.get("strength"), ("[batch]",), known, free, f"{what}, scale")
     if isinstance(bound["value"], Axed) and "pos" in bound["value"].axes:
-        given, reached = bound["value"].size("pos"), int(at.tensor.max()) + 1 if isinstance(at, Axed) else 0
+        given, reached = bound["value"].size("pos"), _reached(at.tensor) if isinstance(at, Axed) else 0
         if given is None or reached > given or at is None:
             raise ShapeError(f"{what}: value has pos = {given}, and {reached} positions are selected")
     return bound
@@ -198,7 +211,9 @@ def _bound(value: Any, forms: Sequence[str], sizes: Mapping[str, int], free: dic
     if isinstance(value, float) and forms[0].split()[-1] not in ("hidden", "head_dim"):
         return value
     if not isinstance(value, Tensor | Axed):
-        raise KwargError(f"{what} is {value!r:.60}; it takes a tensor with axes {' | '.join(map(repr, forms))}")
+        plain = value is None or isinstance(value, bool | float | str)
+        said = f"{value!r:.60}" if plain else f"a {type(value).__name__}"
+        raise KwargError(f"{what} is {said}; it takes a tensor with axes {' | '.join(map(repr, forms))}")
     leaf = bind(value, forms, what=what)
     if not leaf.tensor.is_floating_point():
         raise KwargError(f"{what} is {describe(leaf.tensor)}; it takes float tensors")
@@ -226,8 +241,7 @@ def apply(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
     elif kind == "scale":
         changed = x * value
     else:
-        along = (x * value).sum(-1, keepdim=True) / (value * value).sum(-1, keepdim=True)
-        changed = x - strength * along * value
+        changed = x - _along(x, value, strength)
     keep = None if index is None else (index < 0).view(*index.shape, *[1] * (x.dim() - 2))
     if chosen is not None:
         others = torch.ones(heads, dtype=torch.bool, device=x.device)
@@ -235,6 +249,14 @@ def apply(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
         keep = others[:, None] if keep is None else keep | others[:, None]
     out = changed if keep is None else torch.where(keep, x, changed)
     return out.flatten(-2) if by_head else out
+
+
+def _along(x: Tensor, direction: Tensor, strength: Any) -> Tensor:
+    """``strength`` times the component of ``x`` along a direction; sums of half precision would overflow in float16."""
+    own, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+    x, direction = x.to(wide), direction.to(wide)
+    along = (x * direction).sum(-1, keepdim=True) / (direction * direction).sum(-1, keepdim=True)
+    return (strength * along * direction).to(own)
 
 
 def _is_one(strength: Any) -> bool:
@@ -249,7 +271,8 @@ def _over(value: Any, order: tuple[str, ...], index: Tensor | None, x: Tensor, h
     if heads is not None and "head" in leaf.axes:
         dim, count = leaf.axes.index("head"), x.shape[2]
         shape = [*leaf.tensor.shape[:dim], count, *leaf.tensor.shape[dim + 1 :]]
-        whole = leaf.tensor.new_zeros(shape).index_copy(dim, torch.tensor(heads, device=x.device), leaf.tensor)
+        # ones, not zeros: nothing is projected on zero, and a NaN that is not used still makes its gradient NaN
+        whole = leaf.tensor.new_ones(shape).index_copy(dim, torch.tensor(heads, device=x.device), leaf.tensor)
         leaf = Axed(whole, leaf.axes)
     if "pos" not in leaf.axes:
         return spread(leaf, order)

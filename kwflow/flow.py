@@ -111,8 +111,7 @@ class Flow:
         Raises UnknownKwarg, KwargError, ShapeError, AxesError, SpanError before anything is sent; WorkerFailed,
         NoRoute or DeadlineError by ``options(timeout=)``.
         """
-        if kwargs.get("capture") is not None:
-            raise KwargError("a call returns hidden alone; out, acts = flow.capture({'resid': [3]}, **x) captures")
+        _no_capture(kwargs)
         return self._outputs(hidden, kwargs)[0]
 
     def capture(
@@ -126,6 +125,7 @@ class Flow:
         Only what is asked for travels. Differentiable, as the output is. See ``kf.Capture`` and ``kwflow.positions``.
         """
         acts = Capture(points, at=at, mean=mean)
+        check_hidden(hidden, self.ends.hidden_size)
         if kwargs.get("capture") is not None or hidden.numel() == 0:
             raise KwargError("flow.capture takes points, and a hidden with at least one row and column")
         out, *values = self._outputs(hidden, {**kwargs, "capture": acts})
@@ -150,6 +150,7 @@ class Flow:
 
     async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """The async form of a call, from any event loop; without gradients."""
+        _no_capture(kwargs)
         return await asyncio.wrap_future(link.submit(self._acall(hidden, kwargs, graded=torch.is_grad_enabled())))
 
     async def _acall(self, hidden: Tensor, kwargs: Mapping[str, Any], *, graded: bool) -> Tensor:
@@ -255,6 +256,11 @@ def workers_run(hellos: Sequence[Mapping[str, Any]], span: Span) -> str:
     if len(said) < 2:
         return "".join(said)
     return ", ".join(f"{how} {' '.join(sorted(set(spans)))}" for how, spans in said.items())
+
+
+def _no_capture(kwargs: Mapping[str, Any]) -> None:
+    if kwargs.get("capture") is not None:
+        raise KwargError("a call returns hidden alone; out, acts = flow.capture({'resid': [3]}, **x) captures")
 
 
 def check_hidden(hidden: Any, width: int) -> None:

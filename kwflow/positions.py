@@ -7,7 +7,7 @@
     tensor "batch pos"             token positions of each row
     bool tensor "batch seq"        columns of this call
 
-A row means the same alone, padded, chunked or decoding. Words only: imports torch, kwflow.axes and kwflow.errors.
+A row means the same alone, padded, chunked or decoding. Imports no network and no torch.nn.
 """
 
 # B batch (or 1), S seq (columns of this call), P pos
@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 from kwflow.axes import Axed, describe
-from kwflow.errors import KwargError, SessionError, ShapeError
+from kwflow.bound import is_mapped
+from kwflow.errors import AxesError, KwargError, SessionError, ShapeError
 
 _FORMS = "'all', 'prompt', 'generated', 'prompt[-1]', 'prompt[2:5]', a list of positions, or a tensor"
-_PROMPT = re.compile(r"prompt\[\s*(-?\d+)\s*\]|prompt\[\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]")
+_MOST = 1 << 17  # positions in a list
+_PROMPT = re.compile(r"prompt\[\s*(-?\d{1,9})\s*\]|prompt\[\s*(-?\d{1,9})?\s*:\s*(-?\d{1,9})?\s*\]")
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Columns:
 
     @classmethod
     def of_call(cls, attention_mask: Tensor | None, seq: int) -> Columns:
-        """A plain call: everything is prompt."""
+        """A plain call: everything is prompt. Raises KwargError where vmap hides the mask's values."""
+        if attention_mask is not None and is_mapped(attention_mask):
+            raise KwargError("attention_mask is mapped over by torch.func.vmap, which hides the tokens that at= counts")
         if attention_mask is not None and attention_mask.dim() == 4:
             position_BS = torch.arange(seq)[None]
             return cls(position_BS, torch.ones(seq, dtype=torch.bool), None, counted=False)
         position_BS = token_position(attention_mask, seq)
-        return cls(position_BS, torch.ones(seq, dtype=torch.bool), position_BS.max(1).values + 1)
+        return cls(position_BS, torch.ones(seq, dtype=torch.bool), (position_BS >= 0).sum(1))
 
 
 def from_the_end(at: Any) -> bool:
@@ -77,7 +81,7 @@ def select(at: Any, columns: Columns, *, what: str) -> Tensor | None:
         raise KwargError(
             f"{what}: at={at!r} counts tokens, which a 4-D attention_mask leaves unsaid; at='all' is taken"
         )
-    if isinstance(at, Axed | Tensor):
+    if isinstance(at, Axed | Tensor) or hasattr(at, "__array__"):  # an array of numpy too
         return _tensor(at, columns, what)
     if isinstance(at, str):
         return _phase(at, columns, what)
@@ -134,11 +138,16 @@ def _there(wanted_B: Tensor, columns: Columns, at: Any, what: str) -> None:
 
 
 def _listed(at: Any, columns: Columns, what: str) -> Tensor:
+    given = at if isinstance(at, Sequence) else [at]
+    if len(given) > _MOST or any(isinstance(i, bool) for i in given):
+        raise KwargError(
+            f"{what}: at={at!r:.80}: give at most {_MOST} token positions; bools are a tensor of each row's columns"
+        )
     try:
-        wanted = [operator.index(i) for i in (at if isinstance(at, Sequence | range) else [at])]
+        wanted = [operator.index(i) for i in given]
     except TypeError:
         raise KwargError(f"{what}: at={at!r:.80} is none of {_FORMS}") from None
-    if not wanted or min(wanted) < 0 or len(set(wanted)) != len(wanted):
+    if not wanted or min(wanted) < 0 or max(wanted) >> 62 or len(set(wanted)) != len(wanted):
         raise KwargError(f"{what}: at={at!r:.80}: give token positions from 0 on, each once ('prompt[-1]' is the last)")
     return _numbered(torch.tensor([wanted]), columns, at, what)
 
@@ -152,17 +161,26 @@ def _numbered(wanted_BP: Tensor, columns: Columns, at: Any, what: str) -> Tensor
     return torch.where(equal_BSP.any(2), equal_BSP.int().argmax(2), -1)
 
 
-def _tensor(at: Tensor | Axed, columns: Columns, what: str) -> Tensor:
-    tensor = at.tensor if isinstance(at, Axed) else at
+def _tensor(at: Any, columns: Columns, what: str) -> Tensor:
+    given = at.tensor if isinstance(at, Axed) else at
+    if isinstance(given, Tensor) and is_mapped(given):
+        raise KwargError(f"{what}: at= is mapped over by torch.func.vmap, which hides the positions")
+    try:
+        tensor = torch.as_tensor(given, device=columns.position_BS.device)
+    except (TypeError, ValueError):
+        raise KwargError(f"{what}: at={at!r:.80} is none of {_FORMS}") from None
+    forms = (("batch", "seq"),) if tensor.dtype is torch.bool else (("pos",), ("batch", "pos"))
+    if isinstance(at, Axed) and at.axes not in forms:
+        raise AxesError(f"{what}: at={at!r}; positions have the axes 'pos' or 'batch pos', a bool mask 'batch seq'")
     rows, (batch, seq) = (1, columns.position_BS.shape[0]), columns.position_BS.shape
     if tensor.dtype is torch.bool:
         if tensor.dim() != 2 or tensor.shape[1] != seq or (tensor.shape[0] != 1 and batch not in (1, tensor.shape[0])):
             raise ShapeError(f"{what}: at={describe(tensor)}; a bool mask is (batch, seq), here {(batch, seq)}")
         inside = tensor & (columns.position_BS >= 0)
         return torch.where(inside, inside.long().cumsum(1) - 1, -1)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() not in (1, 2):
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 2:
         raise KwargError(f"{what}: at={describe(tensor)}; give positions (int, 'batch pos' or 'pos') or a bool mask")
-    wanted_BP = tensor.long().reshape(-1, tensor.shape[-1])
+    wanted_BP = tensor.long() if tensor.dim() == 2 else tensor.long().reshape(1, -1)
     if wanted_BP.shape[0] not in rows and batch != 1:
         raise ShapeError(f"{what}: at={describe(tensor)} has {wanted_BP.shape[0]} rows, the call {batch}")
     if wanted_BP.numel() == 0 or bool((wanted_BP < 0).any()):

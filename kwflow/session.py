@@ -110,7 +110,9 @@ class Session:
             self.batch = hidden.shape[0]
             self._mask = mask
             self._positions = positions
-            self._prompt_columns = self._prompt_columns if prompt is None else prompt
+            if prompt is not None:
+                self._prompt_columns = prompt
+                self._note_end(kwargs, columns, prompt_length)
             self._reorders.clear()
             if isinstance(capture, Capture):
                 self._captures.add(capture)
@@ -159,6 +161,8 @@ class Session:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
         with self._turn:
             self.position = position
+            self._prompt_columns = min(self._prompt_columns, position)
+            self._end_was = self._end_was if position else None
             for capture in self._captures:
                 capture.rollback(position)
             self._mask = None if self._mask is None else self._mask[:, :position]
@@ -215,7 +219,7 @@ class Session:
         remembered, sent = self._columns_of_mask(called, batch, start, stop)
         columns = self._columns(remembered, start, stop, repeats, prompt, prompt_length)
         if prompt is not None:
-            self._check_end(given.get("edit"), start, prompt, prompt_length)
+            self._check_end(start, prompt)
         bound = bind(self._route, self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
         bound = bound.repeat_rows(repeats)
         tensors = (hidden, *bound.tensors, *called.tensors)
@@ -248,22 +252,28 @@ class Session:
         position = numbers[None] if mask is None else token_position(mask, stop - start)
         tokens = None
         if prompt_length is not None:
-            tokens = torch.as_tensor(prompt_length).reshape(-1)
+            tokens = _prompt_tokens(prompt_length, len(position) if mask is not None else None)
+            if prompt == stop > start and bool((position.max(1).values >= tokens).any()):
+                raise SessionError(f"prompt_length={prompt_length!r:.60}, and this prompt has more tokens")
         elif prompt is not None and prompt <= stop:
             tokens = torch.full((1,), prompt) if mask is None else mask[:, :prompt].sum(1)
         is_prompt = None if prompt is None else numbers < prompt
         return Columns(position, is_prompt, tokens, start=start, session=True, counted=self._four_d is None)
 
-    def _check_end(self, edits: Any, start: int, prompt: int, prompt_length: Any) -> None:
+    def _check_end(self, start: int, prompt: int) -> None:
         """Refuse a prompt that goes on after something was counted from its end."""
         if self._end_was is not None and prompt > start > 0:
             raise SessionError(
                 f"the prompt goes on after at={self._end_was!r} was counted from its end: give prompt_length= at each "
                 f"step of a prompt that comes in several"
             )
-        edits = edits if isinstance(edits, Sequence) else [edits]
-        ends = [edit.at for edit in edits if from_the_end(getattr(edit, "at", None))]
-        if ends and prompt > start and prompt_length is None:
+
+    def _note_end(self, kwargs: Mapping[str, Any], columns: Columns, prompt_length: Any) -> None:
+        """Remember what this step counted from the prompt's end, as it was known then."""
+        edits = kwargs.get("edit")
+        given = [*(edits if isinstance(edits, Sequence) else [edits]), kwargs.get("capture")]
+        ends = [one.at for one in given if from_the_end(getattr(one, "at", None))]
+        if ends and prompt_length is None and columns.prompt_S is not None and bool(columns.prompt_S.any()):
             self._end_was = ends[0]
 
     def _columns_of_mask(self, called: Bound, batch: int, start: int, stop: int) -> tuple[Tensor | None, Bound]:
@@ -328,6 +338,18 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, Axed):
         return replace(value, tensor=value.tensor.cpu())
     return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _prompt_tokens(given: Any, rows: int | None) -> Tensor:
+    """``prompt_length`` as a tensor: one number, or one for each row. Raises SessionError."""
+    try:
+        tokens = torch.as_tensor(given).cpu().reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        tokens = torch.empty(0)
+    counts = not tokens.is_floating_point() and tokens.dtype is not torch.bool
+    if not counts or len(tokens) != 1 and rows not in (None, 1, len(tokens)) or not bool((tokens >= 0).all()):
+        raise SessionError(f"prompt_length is {given!r:.60}; give the number of tokens, or a number for each row")
+    return tokens.long()
 
 
 def _are_columns(positions: Tensor, start: int) -> bool:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +15,26 @@ from torch.func import grad, jvp, vmap
 
 import kwflow as kf
 from kwflow.blocks import LiftFloat32
+from kwflow.captures import take
 from kwflow.errors import BlockError, KwargError, SessionError, SpanError, UnsupportedError
 from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.families import family_of
 from tests.configs import CONFIGS, HIDDEN, LAYERS, config
-from tests.oracle import assert_bits, assert_close, layers_of, residual
-from tests.tiny import EACH, THREE, TWO, Requests, derivable, flow, huggingface, ids, left_padded, make_flow, random
+from tests.oracle import assert_bits, assert_close, cache_name, layers_of, residual
+from tests.tiny import (
+    EACH,
+    THREE,
+    TWO,
+    Requests,
+    derivable,
+    flow,
+    huggingface,
+    ids,
+    left_padded,
+    make_flow,
+    random,
+    span,
+)
 
 PADS = (0, 1, 3, 8)
 B, S, D, L = len(PADS), 6 + max(PADS), HIDDEN, LAYERS
@@ -305,3 +320,67 @@ def test_a_block_fn_that_swallows_kwargs_is_told() -> None:
         flow("llama", TWO, block_fn=swallows).capture({"resid": [1]}, hidden)
     _, acts = flow("llama", TWO, block_fn=passes).capture({"resid": [1]}, hidden)
     assert_bits(acts["resid", 1], flow("llama", TWO).capture({"resid": [1]}, hidden)[1]["resid", 1])
+
+
+def test_what_cannot_be_captured_is_told() -> None:
+    remote, hidden, spec = flow("llama", TWO), random(2, 3, D), span("llama", 0, L)
+    wrong: list[Callable[[], Any]] = [
+        lambda: asyncio.run(remote.acall(hidden, capture=kf.Capture(resid=[1]))),
+        lambda: spec.blocks[1](spec.params[1], hidden, capture=kf.Capture(resid=[1])),
+        lambda: kf.chain(spec.blocks)(spec.params, hidden, capture=kf.Capture(resid=[1])),
+        lambda: remote.capture(["resid"], hidden),  # type: ignore[arg-type]
+        lambda: kf.Capture({"resid": [1]}, resid=[2]),
+        lambda: kf.Capture(resid=[1], mean=1),  # type: ignore[arg-type]
+        lambda: remote.capture({"resid": [1]}, None),  # type: ignore[arg-type]
+        lambda: remote.capture({"resid": [1]}, hidden, at="prompt[5:9]"),
+    ]
+    with Requests(remote) as requests:
+        for one in wrong:
+            with pytest.raises(KwargError):
+                one()
+        assert len(requests) == 0
+
+
+def test_a_mean_does_not_overflow_in_float16() -> None:
+    x = torch.full((2, 3, D), 30000.0, dtype=torch.float16)
+    at = kf.axes(torch.tensor([[0, 1, 2], [-1, 0, 1]]), "batch seq")
+    assert_bits(take(x, {"point": "resid", "count": 3, "mean": True, "at": at}, 4), x[:, :1])
+
+
+def test_a_prompt_that_goes_on_after_its_end_was_captured() -> None:
+    hidden = random(2, 4, D)
+    with torch.no_grad(), flow("llama", TWO).session(8) as s:
+        s.step(hidden[:, :2], phase="prompt", capture=kf.Capture(resid=[1], at="prompt[-1]"))
+        with pytest.raises(SessionError, match="goes on after"):
+            s.step(hidden[:, 2:], phase="prompt")
+
+
+def test_forward_with_a_cache_takes_edits_and_captures() -> None:
+    remote = make_flow("llama", TWO, own_ends=True)
+    ours: Any = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote).requires_grad_(
+        False
+    )
+    given, acts = ids(2, 4), kf.Capture(resid=[1])
+    expected = ours(given, edit=[kf.add(V, 1)]).logits
+    out = ours(given, use_cache=True, edit=[kf.add(V, 1)], capture=acts)
+    assert_close(out.logits, expected)
+    assert acts["resid", 1].shape == (2, 4, D) and out.past_key_values is not None
+    for edit in (kf.add(V.clone().requires_grad_(), 1), kf.add(V, 1, scale=torch.tensor(1.0, requires_grad=True))):
+        assert ours(given, use_cache=True, edit=edit).logits.requires_grad
+
+
+def test_a_prompt_in_chunks_or_after_a_cache_is_known() -> None:
+    remote = make_flow("llama", TWO, own_ends=True)
+    ours: Any = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)
+    prompt, end = ids(2, 6), kf.add(3 * V, 1, at="prompt[-1]")
+    expected = ours.generate(prompt, max_new_tokens=4, edit=end)
+    assert torch.equal(ours.generate(prompt, max_new_tokens=4, prefill_chunk_size=4, edit=end), expected)
+    again = []
+    for new_alone in (False, True):
+        first = ours.generate(prompt, max_new_tokens=2, return_dict_in_generate=True, edit=end)
+        whole = torch.cat([first.sequences, ids(2, 3, seed=5)], 1)
+        more = {"attention_mask": torch.ones_like(whole), cache_name(huggingface("llama")): first.past_key_values}
+        edit = kf.add(5 * V, 1, at="generated")
+        later = ours.generate(whole[:, 7 if new_alone else 0 :], max_new_tokens=4, **more, edit=edit)
+        again.append(later[:, -4:])
+    assert torch.equal(*again)

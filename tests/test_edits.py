@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import kwflow as kf
-from kwflow.errors import AxesError, KwargError, KwflowError, SessionError, ShapeError, SpanError
+from kwflow.edits import apply
+from kwflow.errors import AxesError, CallerError, KwargError, KwflowError, SessionError, ShapeError, SpanError
 from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.families import family_of
 from tests.configs import CONFIGS, HEADS, HIDDEN, LAYERS, config
@@ -437,3 +440,157 @@ def test_exact_match_knows_edits(family: str) -> None:
     for reference in (huggingface(family), kf.stream(remote.ends.folder)):
         match = kf.verify.exact_match(remote, reference, hidden, attention_mask=MASK, edit=edits)
         assert match.bitwise, str(match)
+
+
+# ---- what researchers give
+
+
+def test_numbers_come_from_anywhere() -> None:
+    remote, hidden = flow("llama", TWO), random(2, 4, D)
+    expected = remote(hidden, edit=kf.add(V, [1, 2], at=[0, 3], scale=2.0))
+    for layers in (np.array([1, 2]), torch.tensor([1, 2]), range(1, 3), (np.int64(1), torch.tensor(2))):
+        for at in (np.array([0, 3]), torch.tensor([0, 3]), range(0, 4, 3), np.array([[True, False, False, True]])):
+            for strength in (2, np.float64(2), np.float32(2), np.int64(2), torch.tensor(2.0)):
+                assert_bits(remote(hidden, edit=kf.add(V, layers, at=at, scale=strength)), expected)
+    for one in (np.int64(1), np.array(1), torch.tensor(1)):
+        assert_bits(remote(hidden, edit=kf.add(V, one, at=one)), remote(hidden, edit=kf.add(V, 1, at=1)))
+    first = remote(hidden, edit=kf.add(V, point="embed"))
+    for edit in (kf.add(V, [0], point="embed"), kf.add({0: V}, point="embed")):
+        assert_bits(remote(hidden, edit=edit), first)
+    assert_bits(remote(hidden, edit=kf.scale(np.float32(0.5), 1)), remote(hidden, edit=kf.scale(0.5, 1)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: kf.add(V, 1, at=[False, True]),
+        lambda: kf.add(V, 1, at=[10**30]),
+        lambda: kf.add(V, 1, at=range(10**12)),
+        lambda: kf.add(V, 1, at="prompt[99999999999999999999]"),
+        lambda: kf.add(V, 1, at="prompt[:99999999999999999999]"),
+        lambda: kf.add(V, 1, at=torch.zeros(0).long()),
+        lambda: kf.add(V, 1, at=np.array(["a"])),
+        lambda: kf.add(V, 1, at=kf.axes(torch.zeros(1, 1).long(), "pos batch")),
+        lambda: kf.add(V, True),
+        lambda: kf.add(V, range(10**12)),
+        lambda: kf.scale(0.0, 1, point="head", heads=[False, True]),
+        lambda: kf.scale(0.0, 1, point="head", heads=np.array([False, True])),
+        lambda: kf.add(V, torch.tensor([0, 1]), point="embed"),
+        lambda: kf.put(random(4, 1), 1, point="head"),
+        lambda: kf.put(random(3, 4, 8), 1, point="head"),
+        lambda: kf.add(V.numpy(), 1),
+        lambda: kf.add(V.tolist(), 1),
+    ],
+)
+def test_what_is_odd_is_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(CallerError) as caught:
+        flow("llama", TWO)(random(2, 4, D), edit=make())
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 4)])
+def test_an_empty_call_takes_edits(shape: tuple[int, int]) -> None:
+    remote, hidden, value = flow("llama", TWO), random(*shape, D), V.clone().requires_grad_()
+    for edit in (kf.add(value, 1), kf.add(value, 1, at="prompt"), kf.put(random(1, 4, D), 1)):
+        assert remote(hidden, edit=edit).shape == hidden.shape
+    with torch.no_grad(), remote.session(4) as s:
+        assert s.step(hidden, phase="prompt", prompt_length=4, edit=kf.add(V, 1)).shape == hidden.shape
+
+
+def test_a_bare_value_for_every_row_and_position() -> None:
+    """What flow.capture gives at a point can be put there."""
+    remote, hidden, other = flow("llama", TWO), random(2, 5, D), random(2, 5, D, seed=5)
+    out, acts = remote.capture({"head": range(L), "mlp": range(L)}, hidden)
+    edits = [kf.put(acts[point, n], n, point=point) for n in range(L) for point in ("head", "mlp")]
+    assert_close(remote(other, edit=edits) - other, out - hidden)
+    factor = random(2, 5)
+    changed = remote.capture({"resid": 1}, hidden, edit=kf.scale(factor, 1))[1]["resid", 1]
+    assert_bits(changed, remote.capture({"resid": 1}, hidden)[1]["resid", 1] * factor[..., None])
+
+
+def test_other_heads_get_a_gradient() -> None:
+    """What projects on some heads leaves the others', and their gradients, as they are."""
+    remote, hidden, direction = flow("gpt2", TWO), random(2, 3, D), random(2, 8, seed=3)
+    leaves = [hidden.requires_grad_(), direction.requires_grad_()]
+    out = remote(hidden, edit=kf.project_out(direction, 1, point="head", heads=[3, 1]))
+
+    def local(x: Tensor, row: int, at: int) -> Tensor:
+        heads = list(x.unflatten(0, (4, 8)))
+        for number, d in zip((3, 1), direction, strict=True):
+            heads[number] = heads[number] - (heads[number] @ d) / (d @ d) * d
+        return torch.cat(heads)
+
+    expected = hooked("gpt2", hidden, torch.ones(2, 3).long(), [(1, "head", local, lambda r, t: True)])
+    weight = random(2, 3, D, seed=8)
+    for ours, theirs in zip(
+        torch.autograd.grad((out * weight).sum(), leaves),
+        torch.autograd.grad((expected * weight).sum(), leaves),
+        strict=True,
+    ):
+        assert_close(ours, theirs)
+
+
+def test_a_projection_does_not_overflow_in_float16() -> None:
+    x, d = random(2, 3, D) * 60, random(D, seed=1) * 80
+    entry = {"kind": "project_out", "point": "resid", "value": kf.axes(d.half(), "hidden"), "strength": 1.0}
+    wide = x.half().double()
+    direction = d.half().double()
+    expected = wide - (wide @ direction)[..., None] / (direction @ direction) * direction
+    assert (apply(x.half(), entry, HEADS).double() - expected).abs().max() < 0.2  # one ulp of 200 is 0.125
+
+
+def test_a_float32_call_of_the_float64_option() -> None:
+    remote, hidden = flow("llama", TWO), random(2, 3, D)
+    out = remote.options(dtype="float64")(hidden, edit=kf.add(V, 1))
+    assert_close(out, remote(hidden, edit=kf.add(V, 1)))
+
+
+def test_positions_are_not_mapped_over() -> None:
+    remote, hidden = flow("llama", TWO), random(2, 4, D)
+    with pytest.raises(KwargError, match="vmap"):
+        torch.func.vmap(lambda at: remote(hidden, edit=kf.add(V, 1, at=at)))(torch.tensor([[0], [1]]))
+    with pytest.raises(KwargError, match="vmap"):
+        torch.func.vmap(lambda m: remote(hidden, attention_mask=m, edit=kf.add(V, 1)))(torch.ones(2, 2, 4).long())
+    given = torch.ones(2, 4).long(), torch.tensor([1])
+    torch.func.grad(lambda v, m, at: remote(hidden, attention_mask=m, edit=kf.add(v, 1, at=at)).sum())(V, *given)
+
+
+# ---- steps that are taken again
+
+
+def test_a_prompt_is_begun_again() -> None:
+    remote, hidden = flow("llama", TWO), random(2, 4, D)
+    end = kf.add(V, 1, at="prompt[-1]")
+    with torch.no_grad(), remote.session(8) as s:
+        s.step(hidden[:, :2], phase="prompt")
+        with pytest.raises(ShapeError):
+            s.step(hidden[:, 2:], phase="prompt", edit=kf.add(V[:3], 1, at="prompt[-1]"))
+        s.step(hidden[:, 2:], phase="prompt", edit=end)  # the one before did not happen
+        s.rollback(0)
+        s.step(hidden[:, :2], phase="prompt")
+        s.step(hidden[:, 2:], phase="prompt", edit=end)
+        s.rollback(2)
+        plain = s.step(hidden[:, 2:3], phase="generated")
+        s.rollback(2)
+        changed = s.step(hidden[:, 2:3], phase="generated", edit=kf.add(V, 3, at="generated"))
+        assert_close(changed, plain + V)
+
+
+@pytest.mark.parametrize("length", ["x", 2.5, -1, True, 3, torch.tensor([4.0]), torch.tensor([4, 3])])
+def test_a_prompt_length_is_a_number_of_tokens(length: Any) -> None:
+    with torch.no_grad(), flow("llama", TWO).session(8) as s, pytest.raises(SessionError, match="prompt_length"):
+        s.step(random(2, 4, D), phase="prompt", prompt_length=length)
+
+
+# ---- by hand, in threads
+
+
+def test_blocks_in_threads_have_their_own_params_and_edits() -> None:
+    spec, hidden = span("llama", 0, L), random(2, 4, D)
+    fn = kf.chain(spec.blocks)
+    params = [[{name: p * (1 + n / 10) for name, p in own.items()} for own in spec.params] for n in range(3)]
+    jobs = [(own, kf.add(V * n, 1, point="attn")) for n, own in enumerate([spec.params, *params])] * 12
+    expected = [fn(own, hidden, edit=edit) for own, edit in jobs]
+    with ThreadPoolExecutor(4) as pool:
+        for ours, theirs in zip(pool.map(lambda job: fn(job[0], hidden, edit=job[1]), jobs), expected, strict=True):
+            assert_bits(ours, theirs)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import kwflow as kf
 from kwflow import link
 from kwflow.errors import BlockError, CallerError, KwflowError, NoRoute, WorkerFailed
 from kwflow.swarm.worker import MAX_ORDER, Served
+from kwflow.tree import flatten
 from kwflow.wire import Message
-from tests.oracle import assert_bits
+from tests.oracle import assert_bits, assert_close
 from tests.tiny import HIDDEN, LAYERS, TWO, make_flow, random, settle, span
 
 HIDDEN_2 = random(2, 3, HIDDEN)
@@ -80,6 +82,63 @@ def test_what_no_worker_could_do_is_the_callers(served: Served, meta: dict[str, 
     assert len(str(caught.value)) < 600
     good = ask(served, RUN)
     assert isinstance(good.tree[0], Tensor) and served.kv_used == 0
+
+
+ADD = {"kind": "add", "point": "resid", "value": kf.axes(random(HIDDEN), "hidden"), "strength": 1.0}
+HEAD = {"kind": "put", "point": "head", "value": kf.axes(random(2, 8), "head head_dim"), "strength": 1.0}
+WIDE = {**HEAD, "value": kf.axes(random(4, 1), "head head_dim")}
+TAKE = {"point": "resid", "count": 3, "mean": False}
+
+
+def at(*rows: list[int], dtype: torch.dtype = torch.long) -> Any:
+    return kf.axes(torch.tensor(rows, dtype=dtype), "batch seq")
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["run", "vmap"])
+@pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("edit", {name: value for name, value in ADD.items() if name != "value"}),
+        ("edit", {name: value for name, value in ADD.items() if name != "strength"}),
+        ("edit", {name: value for name, value in ADD.items() if name != "kind"}),
+        ("edit", {**ADD, 3: 1, "more": 2}),
+        ("edit", {**ADD, "kind": [1]}),
+        ("edit", {**ADD, "value": {"a": kf.axes(random(HIDDEN), "hidden")}}),
+        ("edit", {**ADD, "value": kf.axes(random(HIDDEN).long(), "hidden")}),
+        ("edit", {**ADD, "value": kf.axes(random(3, HIDDEN), "pos hidden")}),
+        ("edit", {**ADD, "value": kf.axes(random(3, HIDDEN), "pos hidden"), "at": at([0, 1, 3])}),
+        ("edit", {**ADD, "at": at([0, 1, 2], dtype=torch.int32)}),
+        ("edit", {**ADD, "at": at([0, 1])}),
+        ("edit", {**ADD, "heads": [0]}),
+        ("edit", {**HEAD, "heads": [0, 0]}),
+        ("edit", {**HEAD, "heads": []}),
+        ("edit", {**HEAD, "heads": [0] * 100_000}),
+        ("edit", WIDE),
+        ("edit", [ADD]),
+        ("capture", {"point": "resid", "mean": False}),
+        ("capture", {**TAKE, "count": 1 << 40, "at": at([0, 1, 2])}),
+        ("capture", {**TAKE, "count": True}),
+        ("capture", {**TAKE, "mean": 1}),
+        ("capture", {**TAKE, "at": at([0, 1, 3])}),
+        ("capture", {**TAKE, "more": 1}),
+    ],
+)
+def test_what_no_client_sends_of_an_edit_or_capture(served: Served, name: str, entry: Any, mapped: bool) -> None:
+    kwargs = [[[1], {name: [entry]}]]
+    leaves = len(flatten(kwargs)[0])
+    meta = {**RUN, "ops": [{"vmap": [0] + [None] * leaves}]} if mapped else RUN
+    with pytest.raises(CallerError) as caught:
+        ask(served, meta, {"hidden": HIDDEN_2[None] if mapped else HIDDEN_2, "kwargs": kwargs})
+    assert len(str(caught.value)) < 600
+
+
+def test_a_vmap_is_of_what_is_there(served: Served) -> None:
+    kwargs = [[[1], {"edit": [{**ADD, "at": kf.axes(torch.zeros(1, 3).long(), "batch seq")}]}]]
+    for dims in ([0], [0, None], [3, None, None], [-1, None, None], [0, None, 0], "all"):
+        with pytest.raises(CallerError):
+            ask(served, {**RUN, "ops": [{"vmap": dims}]}, {"hidden": HIDDEN_2[None], "kwargs": kwargs})
+    good = ask(served, {**RUN, "ops": [{"vmap": [0, None, None]}]}, {"hidden": HIDDEN_2[None], "kwargs": kwargs})
+    assert_close(good.tree[0][0], ask(served, RUN, {"hidden": HIDDEN_2, "kwargs": kwargs}).tree[0])
 
 
 def test_more_room_than_there_is(served: Served) -> None:

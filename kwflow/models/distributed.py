@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kwflow.captures import Capture
+from kwflow.edits import Edit
 from kwflow.errors import KwargError, UnknownKwarg, UnsupportedError, did_you_mean
 from kwflow.flow import Flow
 from kwflow.kwargs import PerLayer
@@ -126,8 +128,7 @@ class Distributed:
     def _differentiates(self, values: Sequence[Any]) -> bool:
         if not torch.is_grad_enabled():
             return False
-        inner = [v.values if isinstance(v, PerLayer) else v for v in values]
-        leaves = [leaf for value in inner for leaf in flatten(value)[0]]
+        leaves = [leaf for value in values for leaf in flatten(_tensors_of(value))[0]]
         tensors = [leaf if isinstance(leaf, Tensor) else leaf.tensor for leaf in leaves]
         return any(t.requires_grad for t in (*tensors, *self.parameters()))  # type: ignore[attr-defined]
 
@@ -180,6 +181,17 @@ class Distributed:
     def _keys_to_ignore_on_save(self) -> set[str]:
         """transformers' Trainer does not miss these when it resumes."""
         return set(self.state_dict()) - saved_names(self)  # type: ignore[attr-defined]
+
+
+def _tensors_of(value: Any) -> Any:
+    """A kwarg as a tree of what may require grad."""
+    if isinstance(value, PerLayer):
+        return dict(value.values)
+    if isinstance(value, Edit):
+        return [list(value.values.values()), value.strength]
+    if isinstance(value, Capture):
+        return None
+    return [_tensors_of(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 @functools.cache

@@ -55,7 +55,7 @@ class Generates(Distributed):
                 session = mine = self.flow.session(columns)
             call[cache_name] = RemoteCache(session, repeats, self.tuning.length)
         call["use_cache"] = True  # whatever the model's config says (mpt's: no): the session is the cache
-        token = during.set(During(own, *self._prompt(call)))
+        token = during.set(During(own, *self._prompt(call, settings.pad_token_id)))
         try:
             return super().generate(**call)  # type: ignore[misc]
         finally:
@@ -63,13 +63,16 @@ class Generates(Distributed):
             if mine is not None:
                 mine.close()
 
-    def _prompt(self, call: Mapping[str, Any]) -> tuple[int, Tensor | None]:
+    def _prompt(self, call: Mapping[str, Any], pad: Any) -> tuple[int, Tensor | None]:
         """How many columns are the prompt's, those of trained prompts included, and each row's tokens of them."""
         ids, mask = _inputs(call), call.get("attention_mask")
         columns = self.tuning.length + (ids.shape[1] if isinstance(ids, Tensor) else 1)
+        if mask is None and not _may_hold_pads(ids, pad):
+            return columns, torch.tensor([columns])
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             return columns, None  # the session counts them
-        return columns, (self.tuning.length + mask.sum(1)).long().cpu()
+        # of a cache that goes on, the ids may be the new ones alone; the mask has all columns
+        return self.tuning.length + mask.shape[1], (self.tuning.length + mask.sum(1)).long().cpu()
 
     def generate_batch(self, *_: Any, **__: Any) -> Any:
         """Refused: transformers' continuous batching keeps paged keys and values in this process."""
@@ -118,6 +121,11 @@ class Generates(Distributed):
 def _inputs(call: Mapping[str, Any]) -> Any:
     ids = call.get("inputs_embeds")
     return call.get("input_ids", call.get("inputs")) if ids is None else ids
+
+
+def _may_hold_pads(ids: Any, pad: Any) -> bool:
+    """Whether generate may make a mask of its own: it does where it finds the pad token."""
+    return isinstance(ids, Tensor) and pad is not None and ids.dim() == 2 and bool((ids == pad).any())
 
 
 def _columns(call: Mapping[str, Any], settings: Any) -> int:

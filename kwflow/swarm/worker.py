@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -205,9 +205,9 @@ class ClientConnection:
         operations = _operations(meta.get("ops", []))
         hidden, bound, given = _read(request.tree, (start, stop))
         tensors = [hidden, *bound.tensors, *given]
-        if not any("vmap" in operation for operation in operations):
-            check_hidden(hidden, spec)
-            check_bound(bound, spec.schema, _sizes(hidden))
+        one, *leaves = _unmapped(operations, tensors, bound)
+        check_hidden(one, spec)
+        check_bound(bound.with_tensors(leaves), spec.schema, _sizes(one))
         self._limit(hidden)
         dtype = self._dtype(meta)
         blocks = spec.part(start, stop)
@@ -220,7 +220,7 @@ class ClientConnection:
             def fn(hidden: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
                 captured: list[Tensor] = []
                 out = run(blocks, params, hidden.to(dtype), bound.with_tensors(leaves), captured=captured)
-                return tuple(output.to(hidden.dtype) for output in (out, *captured))
+                return tuple(output.type_as(hidden) for output in (out, *captured))  # float64's mode lifts .to(float32)
 
             with precision(dtype):
                 try:
@@ -376,6 +376,34 @@ def _read(tree: Any, span: tuple[int, int]) -> tuple[Tensor, Bound, list[Tensor]
     if not isinstance(given, list) or not all(isinstance(t, Tensor) for t in given):
         raise KwargError("what a request's operations are given is a list of tensors")
     return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", [])), given
+
+
+def _unmapped(operations: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor], bound: Bound) -> list[Tensor]:
+    """Hidden and the kwargs' tensors as one call has them: without the dimensions that are mapped over.
+
+    What each operation was given stands last, the last operation's at the end. Raises KwargError.
+    """
+    left = list(tensors)
+    for operation in reversed(operations):
+        dims = operation.get("vmap")
+        if dims is None:
+            extra = operation.get("given", ()) if "vjp" in operation else operation["jvp"]
+            left = left[: len(left) - (len(extra) if isinstance(extra, list) else 0)]
+            continue
+        if not isinstance(dims, list) or len(dims) != len(left):
+            raise KwargError(f"vmap of {len(left)} tensors over {dims!r:.80}")
+        for i, (dim, tensor) in enumerate(zip(dims, left, strict=True)):
+            if dim is None:
+                continue
+            if type(dim) is not int or not 0 <= dim < tensor.dim() or not tensor.shape[dim]:
+                raise KwargError(f"vmap over dimension {dim!r:.20} of {describe(tensor)}")
+            what = bound.leaves[i - 1].what if 0 < i <= len(bound.leaves) else ""
+            if what.startswith(("edit", "capture")) and not tensor.is_floating_point():
+                raise KwargError(f"{what}: positions are not mapped over")
+            left[i] = tensor.select(dim, 0)
+    if len(left) != 1 + len(bound.leaves):
+        raise KwargError(f"{len(left)} tensors for hidden and {len(bound.leaves)} of the kwargs")
+    return left
 
 
 def _reorders(said: Any, batch: int) -> list[tuple[int, list[int]]]:
