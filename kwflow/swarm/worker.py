@@ -220,7 +220,8 @@ class ClientConnection:
             def fn(hidden: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
                 captured: list[Tensor] = []
                 out = run(blocks, params, hidden.to(dtype), bound.with_tensors(leaves), captured=captured)
-                return tuple(output.to(hidden.dtype) for output in (out, *captured))
+                # not .to(hidden.dtype): what precision lifts in the layers would leave float64 here too
+                return tuple(output.to(hidden) for output in (out, *captured))
 
             with precision(dtype):
                 try:
