@@ -43,16 +43,16 @@ def worker(
     model: Model,
     blocks: Annotated[str, typer.Option(help="layers start:stop, such as 0:15")],
     join: Join = None,
-    threads: Annotated[int, typer.Option(help="torch threads")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="torch threads")] = 1,
     dtype: Dtype = "auto",
     quantize: Quantize = "",
     device: Device = "auto",
     block_fn: Annotated[str, typer.Option(help="the worker's own block function, pkg.mod:fn")] = "",
     name: Annotated[str | None, typer.Option(help="what the swarm calls the model, if not as its folder or id")] = None,
     listen: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: int = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0: any free one")] = 0,
     public: Annotated[bool, typer.Option(help="ask for UPnP, relays and auto-NAT")] = False,
-    kv_mb: Annotated[int, typer.Option(help="megabytes of keys and values for sessions")] = 2048,
+    kv_mb: Annotated[int, typer.Option(min=1, help="megabytes of keys and values for sessions")] = 2048,
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve layers of a model until interrupted."""
@@ -87,7 +87,7 @@ def worker(
 def swarm(
     model: Model,
     workers: Annotated[int, typer.Option(help="how many; they split the layers evenly")] = 2,
-    threads: Annotated[int, typer.Option(help="torch threads of each")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="torch threads of each")] = 1,
     dtype: Dtype = "auto",
     quantize: Quantize = "",
     device: Device = "auto",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kwflow import link
-from kwflow.errors import KwargError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
+from kwflow.errors import DeadlineError, KwargError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
 from kwflow.flow import Flow
 from kwflow.plan import Hop
 from kwflow.schema import Schema
@@ -35,12 +36,13 @@ class KnownPeers:
         view: Callable[[], Sequence[Serves]],
         *,
         checkpoint: str = "",
+        others: Callable[[], Awaitable[str]] | None = None,
         stop: Callable[[], Awaitable[None]] | None = None,
     ):
         self.pool = link.Pool(transport)
         self.checkpoint = checkpoint
         self.last_failure: WorkerFailed | None = None
-        self._view = view
+        self._view, self._others = view, others  # others: what to say where the view is empty
         self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
         self._hellos: dict[str, dict[str, Any]] = {}
         self._banned: dict[str, tuple[float, int]] = {}  # peer -> until when, failures in a row
@@ -60,8 +62,10 @@ class KnownPeers:
             except NoRoute:
                 try:  # better a worker that failed lately than none
                     hops = plan(view, start, stop, blocked={*blocked, *tried})
-                except NoRoute as error:
+                except NoRoute:
                     self._refuse_others(start, stop)
+                    if self._others is not None and not self._view():
+                        error = NoRoute(f"layers {start}:{stop}: {await self._others()}")
                     raise error from self.last_failure
             try:
                 route = [Hop(peer, a, b, await self._hello(peer)) for peer, a, b in hops]
@@ -180,7 +184,8 @@ def connect(
     blocks in this process; workers have their own, and answer in the caller's. ``quantize`` (int8 or nf4), ``device``
     and ``block_fn``: in this process only. ``name``: what the swarm calls the model (``kwflow worker --name``), if not
     the last part of its path or id; of workers with that name, those with this client's weights are used.
-    ``timeout``: seconds to join the swarm. Raises ModelError, KwargError, NoRoute, WorkerFailed.
+    ``timeout``: seconds to join the swarm. Raises ModelError, KwargError, NoRoute, WorkerFailed,
+    DeadlineError.
     """
     if peers is not None:
         for option, value in {"quantize": quantize, "device": device, "block_fn": block_fn}.items():
@@ -200,18 +205,30 @@ def connect(
             spec = with_block_fn(spec, block_fn, getattr(block_fn, "__name__", repr(block_fn)))
         known = in_process([Served(spec, model=ends.name)])
     else:
-        if isinstance(peers, str):
-            peers = [peers]
+        peers = [peers] if isinstance(peers, str) else list(peers)
+        if not peers:
+            raise KwargError(
+                "peers=[] names nobody; give addresses of the swarm, or peers=None for blocks in this process"
+            )
         checkpoint = Checkpoint(ends.folder).checkpoint_id()
-        known = link.run(_join(swarm_name(model, name), ends.layers, list(peers), checkpoint, timeout), timeout + 5.0)
+        known = link.run(_join(swarm_name(model, name), ends.layers, peers, checkpoint, timeout), timeout + 5.0)
     return Flow(ends, known, (0, ends.layers))
 
 
+@contextlib.asynccontextmanager
+async def _within(seconds: float, name: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError as error:
+        raise DeadlineError(f"the swarm of {name!r} could not be joined in {seconds:g} s (timeout=)") from error
+
+
 async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeout: float) -> KnownPeers:
-    from kwflow.swarm.directory import Directory
+    from kwflow.swarm.directory import Directory, models
     from kwflow.swarm.hivemind import Node
 
-    async with asyncio.timeout(timeout):
+    async with _within(timeout, name):
         node = await Node.start(initial_peers=peers, client=True, own_session=True)
         try:
             directory = Directory(node, name, layers)
@@ -220,8 +237,15 @@ async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeo
             await node.stop()
             raise
 
+    async def others() -> str:
+        served = ", ".join(repr(model.model) for model in await models(node))
+        return (
+            f"nobody serves {name!r} in this swarm, which serves {served or 'no model'}; name= says what the swarm "
+            f"calls a model, and peers which swarm it is"
+        )
+
     async def stop() -> None:
         await directory.stop()
         await node.stop()
 
-    return KnownPeers(node, directory.view, checkpoint=checkpoint, stop=stop)
+    return KnownPeers(node, directory.view, checkpoint=checkpoint, others=others, stop=stop)

@@ -59,6 +59,8 @@ def doctor() -> list[Finding]:
         _embedded,
         _cache,
         _hub_cache,
+        _accelerator,
+        _quantized,
     )
     return [finding for check in checks for finding in check()]
 
@@ -245,6 +247,23 @@ def _hub_cache() -> Iterator[Finding]:
         ", HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") else ""
     )
     yield Finding("hub cache", True, f"{folder}: {size / 1e6:.0f} MB used, {free / 1e9:.1f} GB free{off}")
+
+
+def _accelerator() -> Iterator[Finding]:
+    """Whether there is an NVIDIA driver, and a torch that can use it, as far as files tell."""
+    torch, driver = _package("torch"), Path("/proc/driver/nvidia/version").exists()
+    said = torch / "version.py" if torch else None
+    built = re.search(r"^cuda\b[^=]*= '([\d.]+)'", said.read_text(), re.M) if said and said.is_file() else None
+    has = f"torch is built for {f'CUDA {built[1]}' if built else 'no CUDA'}"
+    mend = "the GPU is not used: install torch's CUDA build, see pytorch.org" if driver and not built else ""
+    yield Finding("accelerator", True, f"{'an NVIDIA driver' if driver else 'no NVIDIA driver'}, {has}", mend)
+
+
+def _quantized() -> Iterator[Finding]:
+    try:
+        yield Finding("bitsandbytes", True, f"{importlib.metadata.version('bitsandbytes')}, for quantized workers")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("bitsandbytes", True, "not installed: no quantized workers here", _pip("'kwflow[quantized]'"))
 
 
 def _package(name: str) -> Path | None:

@@ -287,6 +287,8 @@ def test_what_a_swarm_calls_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names = {"smollm2-135m": "smollm2-135m", "org/name-7b": "name-7b", "org/name-7b@v1.0": "name-7b"}
     files = {str(snapshot): "name-7b", str(tmp_path / "mine"): "mine", f"{tmp_path}/a/../mine/": "mine"}
     ggufs = {str(tmp_path / "a.b-q4.gguf"): "a.b-q4"}
+    monkeypatch.setenv("KWFLOW_CACHE", str(tmp_path / "cache"))
+    ggufs[str(tmp_path / "cache" / "models" / "a.b-q4-0123456789ab-v1")] = "a.b-q4"  # what the file is converted to
     for model, name in {**names, **files, **ggufs}.items():
         assert model_name(model) == name
     (tmp_path / "some@thing").mkdir()

@@ -54,6 +54,12 @@ def test_an_unknown_command_is_refused(kwflow: Run) -> None:
     assert status == 2 and "wroker" in err
 
 
+@pytest.mark.parametrize("option", ["--threads=0", "--port=65536", "--port=-1", "--kv-mb=0"])
+def test_numbers_out_of_range_are_refused(kwflow: Run, option: str) -> None:
+    status, _, err = kwflow("worker", "./nowhere", "--blocks=0:1", option)
+    assert status == 2 and option.partition("=")[0] in err and "than or equal to" in " ".join(err.split())
+
+
 @pytest.mark.parametrize("blocks", ["15", "5:3", "4:4", "a:b", ":", "-1:4", ""])
 def test_bad_blocks(kwflow: Run, blocks: str) -> None:
     refused(kwflow("worker", "./nowhere", f"--blocks={blocks}"), "SpanError", "--blocks", repr(blocks))
@@ -165,6 +171,14 @@ def test_a_whole_swarm_fits_80_columns() -> None:
     assert "nobody serves" not in out
 
 
+def test_status_says_what_a_worker_computes_in() -> None:
+    said = {**HELLO, "quantization": "nf4", "device": "cpu"}
+    out = drawn([Seen(record("AAAAAAAA", 0, 30), said)])
+    assert "nf4 bfloat16" in out and "…" not in out and all(len(line.rstrip()) <= 80 for line in out.splitlines())
+    out = drawn([Seen(record("AAAAAAAA", 0, 30), {**HELLO, "device": "cuda:1"})])
+    assert "cuda:1" in out and "threads" not in out
+
+
 def test_what_is_wrong_is_named() -> None:
     out = drawn([Seen(record("AAAAAAAA", 0, 10, "aaaa"), HELLO), Seen(record("BBBBBBBB", 12, 29, "bbbb"), None)])
     assert "nobody serves layers 10:12, 29:30" in out
@@ -181,7 +195,7 @@ def test_a_strangers_record_does_not_reach_the_terminal() -> None:
 def test_bars_and_gaps() -> None:
     assert gaps([], 3) == [(0, 3)] and gaps([(0, 3)], 3) == [] and gaps([(1, 2)], 3) == [(0, 1), (2, 3)]
     assert bar([(0, 1)], 2, plain=True) == "#."
-    assert bar([(0, 40)], 80, plain=True) == "#" * 12 + "." * 12
+    assert bar([(0, 40)], 80, plain=True) == "#" * 10 + "." * 10
     assert bar([(0, 1)], 48, plain=True)[:2] == "+."
 
 

@@ -18,7 +18,7 @@ import kwflow as kf
 from benchmarks import gpu
 from kwflow.blocks import SpanSpec, with_block_fn
 from kwflow.connect import in_process
-from kwflow.errors import BlockError, CallerError, KwargError, ModelError, WorkerFailed
+from kwflow.errors import BlockError, CallerError, DeadlineError, KwargError, ModelError, NoRoute, WorkerFailed
 from kwflow.flow import Flow
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span, resolve_device
@@ -226,6 +226,8 @@ def test_dtypes_and_devices_that_are_not_there_are_refused() -> None:
     where = tiny.folder("llama")
     with pytest.raises(ModelError, match="dtype 'int8'; give auto, float32, bfloat16, float16"):
         kf.load_blocks(where, 0, 1, dtype="int8")
+    with pytest.raises(ModelError, match="quantize='nf4' with dtype float64; bitsandbytes takes float32"):
+        load_span(where, dtype="float64", quantize="nf4")
     with pytest.raises(ModelError, match="device 'gpu'; give auto, cpu, cuda"):
         kf.load_blocks(where, 0, 1, device="gpu")
     with pytest.raises(ModelError, match="device 'meta'; give auto"):
@@ -241,6 +243,9 @@ def test_auto_takes_the_accelerator_that_is_there(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert resolve_device("auto") == resolve_device(None) == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ModelError, match="device 0"):  # an accelerator's index, not "none was given"
+        resolve_device(0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert resolve_device("auto") == torch.device("mps")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -259,6 +264,30 @@ def test_workers_of_a_local_swarm_run_in_their_own_dtype() -> None:
         match = kf.verify.exact_match(flow, local("llama", F32), hidden, steer={1: vector})
         assert torch.cuda.is_available() or torch.backends.mps.is_available() or match.bitwise, match
         assert "workers bfloat16" in repr(flow)
+
+
+@pytest.mark.swarm
+def test_a_swarm_that_does_not_serve_the_model_says_what_it_serves() -> None:
+    where = tiny.folder("llama")
+    with local_swarm(where, workers=1, name="chosen") as swarm, kf.connect(where, peers=swarm.peers) as flow:
+        with pytest.raises(NoRoute, match=rf"nobody serves '{where.name}' in this swarm, which serves 'chosen'; name="):
+            flow(tiny.random(1, 2, tiny.HIDDEN))
+
+
+def test_connecting_to_nobody_is_refused() -> None:
+    with pytest.raises(KwargError, match="peers=\\[\\] names nobody"):
+        kf.connect(tiny.folder("llama"), peers=[])
+    with pytest.raises(KwargError, match="threads=0; give 1 or more"):
+        local_swarm(tiny.folder("llama"), threads=0)
+
+
+@pytest.mark.swarm
+def test_a_swarm_that_is_not_joined_in_time_is_an_error_that_says_so() -> None:
+    with local_swarm(tiny.folder("llama"), workers=1) as swarm:
+        swarm_peers = swarm.peers
+        swarm.pause(0)
+        with pytest.raises(DeadlineError, match="could not be joined in 0.5 s"):
+            kf.connect(swarm.model, peers=swarm_peers, timeout=0.5)
 
 
 # ---------------------------------------------------------------- devices: a worker whose params are elsewhere

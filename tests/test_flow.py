@@ -174,6 +174,15 @@ def test_a_hidden_of_another_precision_comes_back_in_it() -> None:
     assert remote(hidden.bfloat16()).dtype is torch.bfloat16
 
 
+def test_a_call_in_float64_answers_in_the_dtype_of_its_hidden() -> None:
+    remote, hidden = flow("llama", TWO), random(1, 3, HIDDEN)
+    wide, first = remote.options(dtype="float64"), remote[:2].options(dtype="float64")
+    assert_bits(first(hidden), first(hidden.double()).float())
+    v = random(HIDDEN, seed=1).requires_grad_()
+    (grad,) = torch.autograd.grad(wide(hidden, steer={1: v}).sum(), v)
+    assert grad.dtype is torch.float32 and wide.capture({"resid": [0]}, hidden)[1]["resid", 0].dtype is torch.float32
+
+
 # ---- loops, threads, modes
 
 

@@ -345,6 +345,23 @@ def test_defaults_are_closed(swarm: LocalSwarm, client: Node) -> None:
     assert all(addr.startswith("/ip4/127.0.0.1/tcp/") for worker in swarm.workers for addr in worker.addrs)
 
 
+def test_a_stream_that_ends_before_it_begins_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    """As when p2pd ends first."""
+
+    async def work() -> None:
+        node = await Node.start(own_session=True)
+        try:
+            await node.serve(lambda peer: pytest.fail("nothing was asked"))
+            _, writer = await asyncio.open_unix_connection(node._daemon.handler)
+            writer.close()
+            await asyncio.sleep(0.2)
+        finally:
+            await node.stop()
+
+    run(work(), 20)
+    assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
 def test_a_port_in_use_is_refused(swarm: LocalSwarm) -> None:
     port = int(swarm.workers[0].addrs[0].split("/")[4])
     before = sockets(os.getpid())

@@ -264,11 +264,24 @@ def findings(name: str) -> Finding:
 
 def test_doctor_says_how_to_mend_what_is_wrong() -> None:
     found = doctor()
-    assert {"python", "p2pd", "protobuf", "loopback", "cores", "memory", "smollm2-135m", "cache"} <= {
-        f.name for f in found
-    }
+    names = {"python", "p2pd", "protobuf", "loopback", "cores", "memory", "smollm2-135m", "cache", "accelerator"}
+    assert names <= {f.name for f in found}
     assert all(finding.mend for finding in found if not finding.ok)
     assert all(finding.what and "\n" not in finding.what for finding in found)
+
+
+def test_doctor_says_whether_workers_can_be_quantized(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = doctor_module.importlib.metadata.version
+    monkeypatch.setattr(
+        doctor_module.importlib.metadata, "version", lambda name: "9.9" if name == "bitsandbytes" else version(name)
+    )
+    assert "9.9" in findings("bitsandbytes").what
+
+    def absent(name: str) -> str:
+        raise doctor_module.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor_module.importlib.metadata, "version", absent)
+    assert findings("bitsandbytes").ok and "kwflow[quantized]" in findings("bitsandbytes").mend
 
 
 ELF = b"\x7fELF\x02\x01\x01" + bytes(9) + b"\x02\x00"

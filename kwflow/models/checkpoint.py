@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kwflow.errors import ModelError, did_you_mean
 from kwflow.models import hub
 from kwflow.models.embedded import EMBEDDED, embedded_model
-from kwflow.models.gguf import converted
+from kwflow.models.gguf import converted, converted_name
 from kwflow.models.shard import Entry, Span, file_size, prefetch, read_header, read_parts
 
 if TYPE_CHECKING:
@@ -58,7 +58,10 @@ def find_model(model: str | os.PathLike[str]) -> Path:
         return _local(path.absolute())
     repo = hub.parse(name)
     if repo is None:
-        raise ModelError(f"no model folder at {name!r}")
+        raise ModelError(
+            f"no model folder at {name!r}, and it is no hub id (user/name or user/name@revision); "
+            f"a model is a folder, a .gguf file, a hub id or {', '.join(EMBEDDED)}"
+        )
     try:
         folder = hub.snapshot(repo)
         if not (folder / CONFIG).is_file():
@@ -80,6 +83,8 @@ def model_name(model: str | os.PathLike[str]) -> str:
     path = Path(os.path.normpath(Path(name).expanduser()))
     if snap := hub.snapshot_of(path):
         return snap.repo.rpartition("/")[2]
+    if known := converted_name(path):
+        return known
     repo = None if path.exists() else hub.parse(name)
     return repo.id.rpartition("/")[2] if repo else path.name.removesuffix(".gguf")
 

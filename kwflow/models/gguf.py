@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,6 +35,12 @@ def cache_folder() -> Path:
 def converted_folder(file: Path, name: str) -> Path:
     """Where a GGUF file's conversion lies, or will lie."""
     return cache_folder() / "models" / f"{name}-{_file_id(file)[:12]}-v{CONVERSION}"
+
+
+def converted_name(folder: Path) -> str | None:
+    """The name of a model whose conversion lies in this folder of kwflow's cache; None for any other folder."""
+    found = re.fullmatch(r"(.+)-[0-9a-f]{12}-v\d+", folder.name)
+    return found[1] if found and folder.parent == cache_folder() / "models" else None
 
 
 def converted(file: Path, name: str | None = None) -> Path:

@@ -235,7 +235,8 @@ def _reason(error: Exception, repo: Repo) -> str:
         return f"the hub answered with status {status}"
     why = (str(error).splitlines() or [""])[0]
     if is_a(errors.LocalEntryNotFoundError):  # huggingface_hub's word for a hub that does not answer
-        why = f"the hub ({_plain(constants.ENDPOINT)}) does not answer, and {cache} does not have all of it"
+        why = f"the hub ({_plain(constants.ENDPOINT)}) does not answer, and {cache} does not have all of it; "
+        why += "without a network, give the path of a folder, or of a .gguf file"
     return f"{why} ({type(causes[-1]).__name__})"
 
 

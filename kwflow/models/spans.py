@@ -32,6 +32,8 @@ def read_config(model: str | os.PathLike[str]) -> tuple[Any, str]:
 
     folder = find_model(model)
     name = read_json(folder / CONFIG).get("model_type")
+    if name is None:
+        raise ModelError(f"{folder / CONFIG} has no model_type; a model is a folder in Hugging Face layout")
     if name not in CONFIG_MAPPING:
         raise unsupported(str(name), "this version of transformers does not know it")
     config = AutoConfig.from_pretrained(folder)
@@ -63,7 +65,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
         there = ("cuda" if torch.cuda.is_available() else "", "mps" if torch.backends.mps.is_available() else "")
         device = next(filter(None, there), "cpu")
     try:
-        found = torch.device(device or "cpu")
+        found = torch.device("cpu" if device is None else device)
     except RuntimeError as error:
         raise ModelError(f"device {device!r}; give auto, cpu, cuda, cuda:1 or mps") from error
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
@@ -119,6 +121,8 @@ def load_span(
     if not 0 <= start < stop <= layers:
         raise SpanError(f"layers {start}:{stop} of a model that has layers 0:{layers}")
     target = resolve_dtype(dtype, config)
+    if mode and target is torch.float64:
+        raise ModelError(f"quantize={mode!r} with dtype float64; bitsandbytes takes float32, bfloat16 or float16")
     whole, checkpoint = skeleton(config, target), Checkpoint(folder)
     base, kinds = getattr(whole, whole.base_model_prefix), layer_kinds(config)
     sources, modules = Sources(whole, checkpoint, target), list(layer_list(base, family))[start:stop]

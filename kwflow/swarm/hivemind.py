@@ -162,6 +162,8 @@ class Node:
                 await answer_stream(accept(PeerID(about.peer).to_base58()), reader, writer, limits)
             except asyncio.CancelledError:  # by stop(); asyncio takes a handler that ends as cancelled for an error
                 return
+            except asyncio.IncompleteReadError:  # p2pd ended before it said whose stream this is
+                return
             finally:
                 writer.transport.abort()
                 self._serving.discard(task)

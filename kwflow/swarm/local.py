@@ -178,6 +178,8 @@ def local_swarm(
     Raises SpanError, KwargError; what a worker says when it cannot serve, with the end of its log; else WorkerFailed.
     """
     where = os.fspath(model)
+    if threads < 1:
+        raise KwargError(f"threads={threads}; give 1 or more")
     command = [sys.executable, "-m", "kwflow", "worker", where, "--threads", str(threads)]
     if name is not None:
         command += ["--name", name]
@@ -185,7 +187,7 @@ def local_swarm(
         command += ["--dtype", str(dtype).removeprefix("torch.")]
     if quantize:
         command += ["--quantize", quantize]
-    command += ["--device", str(device or "cpu")]
+    command += ["--device", str("cpu" if device is None else device)]
     if isinstance(block_fn, str):
         command += ["--block-fn", block_fn]
     function = b"" if block_fn is None or isinstance(block_fn, str) else _pickled(block_fn)

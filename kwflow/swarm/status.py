@@ -23,7 +23,7 @@ from kwflow.swarm.directory import ModelRecord, WorkerRecord, models, workers
 from kwflow.wire import Message
 
 HELLO_SECONDS = 2.0
-BAR_CHARACTERS = 24
+BAR_CHARACTERS = 20
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ def show(view: View, console: Console) -> None:
 def _table(model: ModelRecord, seen: Sequence[Seen], *, plain: bool) -> Table:
     title = f"{_safe(model.model)}: {model.layers} layers, {len(seen)} worker{'s' if len(seen) != 1 else ''}"
     table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
-    for name in ("worker", f"0 to {model.layers}", "layers", "version", "dtype", "threads"):
+    for name in ("worker", f"0 to {model.layers}", "layers", "version", "dtype", "on"):
         table.add_column(name, no_wrap=True)
     for one in seen:
         record, said = one.record, one.hello
         spans = [(record.start, record.stop)]
         facts = [record.version, "no answer", ""]
         if said is not None:
-            facts = [said.get("version", ""), said.get("dtype", ""), _threads(said)]
+            facts = [said.get("version", ""), _dtype(said), _where(said)]
         cells = [record.peer[-8:], bar(spans, model.layers, plain), f"{record.start}:{record.stop}", *facts]
         table.add_row(*(Text(_safe(cell)) for cell in cells))
     everyone = [(one.record.start, one.record.stop) for one in seen]
@@ -115,9 +115,18 @@ def _table(model: ModelRecord, seen: Sequence[Seen], *, plain: bool) -> Table:
     return table
 
 
-def _threads(hello: Mapping[str, Any]) -> Any:
-    fingerprint = hello.get("fingerprint")
-    return fingerprint.get("threads", "") if isinstance(fingerprint, dict) else ""
+def _dtype(hello: Mapping[str, Any]) -> str:
+    """What it computes in, as a flow's repr says it: ``nf4 bfloat16``."""
+    return f"{hello.get('quantization', '')} {hello.get('dtype', '')}".strip()
+
+
+def _where(hello: Mapping[str, Any]) -> str:
+    """On what: a device, or the CPU's threads."""
+    fingerprint, device = hello.get("fingerprint"), hello.get("device", "cpu")
+    if device != "cpu" or not isinstance(fingerprint, dict):
+        return str(device)
+    threads = fingerprint.get("threads", "")
+    return f"{threads} thread{'' if threads == 1 else 's'}"
 
 
 def _safe(said: Any) -> str:
