@@ -220,12 +220,8 @@ class ClientConnection:
             def fn(hidden: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
                 captured: list[Tensor] = []
                 out = run(blocks, params, hidden.to(dtype), bound.with_tensors(leaves), captured=captured)
-<<<<<<< HEAD
-                return tuple(output.type_as(hidden) for output in (out, *captured))  # float64's mode lifts .to(float32)
-=======
                 # not .to(hidden.dtype): what precision lifts in the layers would leave float64 here too
                 return tuple(output.to(hidden) for output in (out, *captured))
->>>>>>> brk2
 
             with precision(dtype):
                 try:
