@@ -62,10 +62,10 @@ class KnownPeers:
             except NoRoute:
                 try:  # better a worker that failed lately than none
                     hops = plan(view, start, stop, blocked={*blocked, *tried})
-                except NoRoute:
+                except NoRoute as error:
                     self._refuse_others(start, stop)
                     if self._others is not None and not self._view():
-                        error = NoRoute(f"layers {start}:{stop}: {await self._others()}")
+                        raise NoRoute(f"layers {start}:{stop}: {await self._others()}") from self.last_failure
                     raise error from self.last_failure
             try:
                 route = [Hop(peer, a, b, await self._hello(peer)) for peer, a, b in hops]
@@ -207,9 +207,7 @@ def connect(
     else:
         peers = [peers] if isinstance(peers, str) else list(peers)
         if not peers:
-            raise KwargError(
-                "peers=[] names nobody; give addresses of the swarm, or peers=None for blocks in this process"
-            )
+            raise KwargError("peers=[] names nobody; give addresses of the swarm, or None for blocks here")
         checkpoint = Checkpoint(ends.folder).checkpoint_id()
         known = link.run(_join(swarm_name(model, name), ends.layers, peers, checkpoint, timeout), timeout + 5.0)
     return Flow(ends, known, (0, ends.layers))

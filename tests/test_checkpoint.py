@@ -240,7 +240,7 @@ def test_a_folder_without_config_or_safetensors_is_refused(tmp_path: Path) -> No
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="is a file"):
         model_path(__file__)
-    with pytest.raises(ModelError, match="no model folder"):
+    with pytest.raises(ModelError, match="no model folder.*user/name@revision.*smollm2-135m"):
         model_path(tmp_path / "absent")
     with pytest.raises(ModelError, match="no model folder"):
         model_path("")
@@ -398,3 +398,12 @@ def test_the_converted_model_is_the_gguf_model(smollm2: Path) -> None:
     tokens = [model.generate(**prompt, max_new_tokens=20, do_sample=False) for model in (original, ours)]
     assert torch.equal(*tokens)
     assert "Paris" in tokenizers[1].decode(tokens[1][0])
+
+
+def test_a_config_without_a_model_type_is_said(tmp_path: Path) -> None:
+    from kwflow.models.spans import read_config
+
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 4}')
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="config.json has no model_type"):
+        read_config(tmp_path)

@@ -149,6 +149,12 @@ def test_a_checkpoint_of_a_classifier_needs_no_language_model_head(tmp_path: Pat
         Classifier.from_pretrained(tmp_path, flow=flow, num_labels=5)
 
 
+def test_a_cache_says_which_session_it_is() -> None:
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("llama"), flow=make_flow("llama", TWO))
+    said = repr(model(ids(2, 4), use_cache=True).past_key_values)
+    assert said.startswith("RemoteCache(Session(") and "columns 4 of" in said
+
+
 @every_family
 def test_no_block_weights_are_here(family: str) -> None:
     flow = make_flow(family, TWO)
@@ -209,7 +215,10 @@ def test_what_is_given_by_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for auto, wrong, said in (
         (Base, {"num_label": 3}, "num_label"),
-        (kf.AutoDistributedModelForCausalLM, {"num_labels": 3}, "num_labels"),
+        (Base, {"zzz": 3}, "AutoDistributedModel.from_pretrained got 'zzz'. It takes initial_peers, flow, dtype"),
+        (Base, {"revision": "v1"}, "user/name@revision"),
+        (Base, {"quantize": "nf4"}, "Give it to kf.connect"),
+        (kf.AutoDistributedModelForCausalLM, {"num_labels": 3}, "AutoDistributedModelForSequenceClassification takes"),
         (Classifier, {"num_label": 3}, "Did you mean 'num_labels'"),
         (Classifier, {"initial_pears": []}, "Did you mean 'initial_peers'"),
     ):
@@ -217,7 +226,7 @@ def test_what_is_given_by_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
             auto.from_pretrained(folder("gpt2"), **wrong)
     for auto in (Base, Classifier, kf.AutoDistributedConfig):
         with pytest.raises(TypeError, match=f"{auto.__name__}.from_pretrained"):
-            auto()
+            auto(folder("gpt2"))
     flow = make_flow("gpt2", TWO)
     with pytest.raises(KwargError, match="serves"):
         Base.from_pretrained(folder("llama"), flow=flow)

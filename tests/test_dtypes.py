@@ -267,11 +267,17 @@ def test_workers_of_a_local_swarm_run_in_their_own_dtype() -> None:
 
 
 @pytest.mark.swarm
-def test_a_swarm_that_does_not_serve_the_model_says_what_it_serves() -> None:
+@pytest.mark.slow
+def test_a_swarm_says_what_it_serves_instead_and_when_it_cannot_be_joined() -> None:
     where = tiny.folder("llama")
-    with local_swarm(where, workers=1, name="chosen") as swarm, kf.connect(where, peers=swarm.peers) as flow:
-        with pytest.raises(NoRoute, match=rf"nobody serves '{where.name}' in this swarm, which serves 'chosen'; name="):
+    with local_swarm(where, workers=1, name="chosen") as swarm:
+        peers = swarm.peers
+        said = rf"nobody serves '{where.name}' in this swarm, which serves 'chosen'; name="
+        with kf.connect(where, peers=peers) as flow, pytest.raises(NoRoute, match=said):
             flow(tiny.random(1, 2, tiny.HIDDEN))
+        swarm.pause(0)
+        with pytest.raises(DeadlineError, match=r"could not be joined in 0\.5 s"):
+            kf.connect(where, peers=peers, timeout=0.5)
 
 
 def test_connecting_to_nobody_is_refused() -> None:
@@ -279,15 +285,6 @@ def test_connecting_to_nobody_is_refused() -> None:
         kf.connect(tiny.folder("llama"), peers=[])
     with pytest.raises(KwargError, match="threads=0; give 1 or more"):
         local_swarm(tiny.folder("llama"), threads=0)
-
-
-@pytest.mark.swarm
-def test_a_swarm_that_is_not_joined_in_time_is_an_error_that_says_so() -> None:
-    with local_swarm(tiny.folder("llama"), workers=1) as swarm:
-        swarm_peers = swarm.peers
-        swarm.pause(0)
-        with pytest.raises(DeadlineError, match="could not be joined in 0.5 s"):
-            kf.connect(swarm.model, peers=swarm_peers, timeout=0.5)
 
 
 # ---------------------------------------------------------------- devices: a worker whose params are elsewhere

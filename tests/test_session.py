@@ -439,7 +439,7 @@ def test_keys_and_values_have_a_budget() -> None:
     second.step(hidden)
     assert kv_used(remote) == [2 * one, 2 * one]
     third = remote.session(8)
-    with pytest.raises(WorkerFull, match=r"no room for a session of 2 rows × 8 columns × 2 layers: .*MB are free"):
+    with pytest.raises(WorkerFull, match=r"of 2 rows × 8 columns × 2 layers: .*MB are free .*--kv-mb"):
         third.step(hidden)
     # a worker that is full has not failed: it goes on serving
     assert_bits(remote(hidden), expected)

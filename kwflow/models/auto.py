@@ -30,11 +30,23 @@ from kwflow.plan import Options
 _OWN = ("initial_peers", "flow", "dtype", "tuning_mode", "pre_seq_len", "tuned")
 _LABELS = ("num_labels", "id2label", "label2id", "problem_type", "pad_token_id")  # of the config, and a classifier's
 
+_CONNECT = "Give it to kf.connect, and what that returns as flow=."
+_ELSEWHERE = {
+    "revision": "It is part of the model's id: user/name@revision.",
+    "token": "huggingface_hub reads it from HF_TOKEN, or after `hf auth login`.",
+    "cache_dir": "huggingface_hub reads it from HF_HUB_CACHE.",
+    "torch_dtype": "Its name is dtype.",
+    "peers": "Its name is initial_peers.",
+    "dht_prefix": f"It is called name. {_CONNECT}",
+    **dict.fromkeys(("quantize", "device", "block_fn", "name"), _CONNECT),
+    **dict.fromkeys(_LABELS, "AutoDistributedModelForSequenceClassification takes it."),
+}
+
 
 class AutoDistributedConfig:
     """transformers' own config of a model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("use AutoDistributedConfig.from_pretrained(model)")
 
     @classmethod
@@ -46,7 +58,7 @@ class AutoDistributedConfig:
 class _Auto:
     """from_pretrained of the model classes; a class says what stands on the base model."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError(f"use {type(self).__name__}.from_pretrained(model, initial_peers=…)")
 
     @classmethod
@@ -71,7 +83,7 @@ class _Auto:
         set ``requires_grad_`` on what is to be trained; prompts, and a head that the checkpoint lacks, are trainable.
         """
         changes = {name: options.pop(name) for name in cls._config_names if name in options}
-        _known(options, [*Options.__dataclass_fields__, *_OWN, *cls._config_names])
+        _known(cls, options)
         if tuned is not None:
             if tuning_mode is not None or pre_seq_len is not None:
                 raise KwargError("tuned= says its own tuning_mode and pre_seq_len")
@@ -163,10 +175,13 @@ def _connected(
     return flow
 
 
-def _known(options: Mapping[str, Any], known: Sequence[str]) -> None:
+def _known(cls: type[_Auto], options: Mapping[str, Any]) -> None:
+    """Raise UnknownKwarg for what no from_pretrained here takes, and say where it belongs if that is known."""
+    known = [*_OWN, *cls._config_names, *Options.__dataclass_fields__]
     for name in options:
         if name not in known:
-            raise UnknownKwarg(f"from_pretrained got {name!r}.{did_you_mean(name, known)}")
+            where = _ELSEWHERE.get(name) or did_you_mean(name, known).strip() or f"It takes {', '.join(known)}."
+            raise UnknownKwarg(f"{cls.__name__}.from_pretrained got {name!r}. {where}")
 
 
 __all__ = [

@@ -75,6 +75,9 @@ class RemoteCache(Cache):
         finally:
             self._layer.hidden = self._layer.prefix
 
+    def __repr__(self) -> str:
+        return f"RemoteCache({self.session!r})"
+
     def __deepcopy__(self, memo: Any) -> RemoteCache:
         raise UnsupportedError("a session cannot be copied: its keys and values live on the workers")
 

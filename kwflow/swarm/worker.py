@@ -292,7 +292,8 @@ class ClientConnection:
             if size > free:
                 raise WorkerFull(
                     f"no room for a session of {batch} rows × {max_length} columns × {stop - start} layers: it needs "
-                    f"{size / 1e6:.1f} MB of keys and values, {free / 1e6:.1f} MB are free"
+                    f"{size / 1e6:.1f} MB of keys and values, {free / 1e6:.1f} MB are free (a shorter max_length or "
+                    f"max_new_tokens, fewer rows, or workers with more: kwflow worker --kv-mb)"
                 )
             served.kv_used += size
             self.session = Session(KV(start, stop, max_length), batch, size)
