@@ -28,6 +28,8 @@ def find(layer: nn.Module) -> dict[str, Sizes]:
 
 
 def _sizes(module: nn.Module) -> Sizes | None:
+    if type(module).__name__.endswith("Router"):  # phimoe's is a Linear that returns a tuple
+        return None
     for names in (("in_features", "out_features"), ("nx", "nf")):
         sizes = tuple(getattr(module, name, None) for name in names)
         if all(isinstance(size, int) for size in sizes):
@@ -54,12 +56,12 @@ def install(layer: nn.Module) -> None:
 
 @functools.cache
 def _adaptable(kind: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         current = _adapting.get()
         if current is None or self.projection not in current[0]:
-            return kind.forward(self, x)
+            return kind.forward(self, *args, **kwargs)
         current[1].add(self.projection)
-        return current[0][self.projection](functools.partial(kind.forward, self), x)
+        return current[0][self.projection](functools.partial(kind.forward, self), *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"forward": forward})
 

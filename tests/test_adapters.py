@@ -23,12 +23,12 @@ from kwflow.errors import AxesError, BlockError, CallerError, KwargError, ShapeE
 from kwflow.flow import Flow
 from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.spans import load_span
-from kwflow.projections import adapting
+from kwflow.projections import adapting, find
 from kwflow.schema import Schema
 from kwflow.swarm.worker import Served
 from kwflow.verify import exact_match
 from tests import tiny
-from tests.configs import HEADS, HIDDEN, LAYERS
+from tests.configs import CONFIGS, HEADS, HIDDEN, LAYERS
 from tests.oracle import assert_bits, assert_close, layers_of, residual
 from tests.table import distributed
 from tests.tiny import EACH, TWO, Requests, derivable, flow, huggingface, ids, left_padded, random, span
@@ -136,6 +136,26 @@ def test_a_head_mask_multiplies_what_each_head_gives(family: str) -> None:
         some = torch.ones(L, B, HEADS)
         some[2] = own[2]
         assert_close(run(head_mask={2: own[2]})[REAL], masked(family, hidden, some)[REAL], "one layer")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_projection_of_every_family_is_reached(family: str) -> None:
+    """ia3 of each row's own at all projections of all layers at once: as hooks on the model's modules do it."""
+    hidden, spec, hooks, given = random(B, S, D), span(family, 0, L), [], []
+    for block, hf in zip(spec.blocks, layers_of(huggingface(family)), strict=True):
+        own = {}
+        for name, (_, size) in find(block.module).items():
+            own[name] = 1 + 0.2 * random(B, size, seed=len(hooks))
+
+            def times(_: Any, __: Any, out: Tensor, factor: Tensor = own[name]) -> Tensor:
+                return (out.reshape(B, S, -1) * factor[:, None]).reshape(out.shape)
+
+            hooks.append((hf.get_submodule(name), "post", times))
+        given.append({"ia3": own})
+    expected = residual(huggingface(family), hidden, attention_mask=MASK, extra=hooks)
+    out = flow(family, TWO)(hidden, attention_mask=MASK, **kf.per_layer(given))
+    assert_close(out[REAL], expected[REAL], family)
 
 
 @pytest.mark.parametrize("family", TARGETS)
