@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -21,6 +22,7 @@ from kwflow.blocks import LiftFloat32
 from kwflow.connect import in_process
 from kwflow.errors import AxesError, BlockError, CallerError, KwargError, ShapeError, UnknownKwarg
 from kwflow.flow import Flow
+from kwflow.kwargs import bind_kwargs
 from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.spans import load_span
 from kwflow.projections import adapting, find
@@ -401,6 +403,18 @@ def test_an_ambiguous_end_of_a_name_is_refused() -> None:
     with Requests(remote) as requests, pytest.raises(KwargError, match="'attn.c_proj' or 'mlp.c_proj'"):
         remote(random(B, S, D), ia3={"c_proj": torch.ones(L, D)})
     assert len(requests) == 0
+
+
+def test_a_projection_must_be_that_of_every_worker_addressed() -> None:
+    mine = span("llama", 0, L).schema
+    fewer = replace(mine, projections={n: s for n, s in mine.projections.items() if not n.endswith("q_proj")})
+    workers, sizes = [((0, 2), mine), ((2, 4), fewer)], {"batch": B, "seq": S, "key": S}
+    lora = lora_of("llama")
+    with pytest.raises(UnknownKwarg, match="no projection 'q_proj'"):
+        bind_kwargs(workers, (0, L), {"lora": lora}, sizes)
+    one = {"q_proj": {key: lora["q_proj"][key][0] for key in "AB"}}
+    bound = bind_kwargs(workers, (0, L), kf.per_layer({1: {"lora": one}}), sizes)
+    assert list(bound.for_layer(1)["lora"]) == ["self_attn.q_proj"] and bound.for_layer(2) == {}
 
 
 def test_a_projection_that_is_not_called_is_an_error() -> None:
