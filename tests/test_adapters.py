@@ -64,7 +64,7 @@ def lora_of(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> d
 
 def peft_lora(family: str, lora: Mapping[str, Mapping[str, Any]], dtype: torch.dtype = torch.float32) -> Any:
     """The Hugging Face model with the same adapter, by PEFT."""
-    config = peft.LoraConfig(r=R, lora_alpha=SCALE * R, target_modules=list(lora), fan_in_fan_out=family == "gpt2")
+    config = peft.LoraConfig(r=R, lora_alpha=int(SCALE * R), target_modules=list(lora), fan_in_fan_out=family == "gpt2")
     model: Any = peft.get_peft_model(copy.deepcopy(huggingface(family, dtype)), config).eval()
     for layer, block in enumerate(layers_of(model.base_model.model)):
         for name, parts in lora.items():
@@ -281,7 +281,7 @@ def test_gradients_come_back_in_the_callers_dtype() -> None:
 def test_a_session_computes_what_peft_does(family: str) -> None:
     lora, hidden = lora_of(family), random(B, S + 3, D)
     mask = torch.cat([MASK, torch.ones(B, 3, dtype=torch.long)], 1)
-    positions = {} if family == "gpt2" else {"position_ids": tiny.positions_of(mask)}
+    positions: dict[str, Any] = {} if family == "gpt2" else {"position_ids": tiny.positions_of(mask)}
     expected = residual(peft_lora(family, lora), hidden, attention_mask=mask, **positions)
     with flow(family, TWO).session(S + 3) as session:
         for start, stop in ((0, S), (S, S + 1), (S + 1, S + 2), (S + 2, S + 3)):
