@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kwflow import adapters
 from kwflow import tree as trees
 from kwflow.axes import Axed, Axes
 from kwflow.bound import Bound
@@ -27,6 +28,8 @@ from kwflow.errors import AxesError, BlockError, CallerError, KwargError, Unknow
 from kwflow.kv import KV, StepCache
 from kwflow.kwargs import PerLayer, bind_kwargs
 from kwflow.points import Act, acting
+from kwflow.projections import Act as Adapts
+from kwflow.projections import adapting
 from kwflow.schema import SCALARS, Schema, Spec
 
 Params = Mapping[str, Tensor]
@@ -106,14 +109,16 @@ class Block:
                     "prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one"
                 )
             hidden = add_prompts(hidden, prompts, call.token_position)
-        acts = self._acts(kwargs.get("edit", ()), kwargs.get("capture", ()), hidden.shape, call.captured)
+        acts = self._acts(kwargs, hidden.shape, call.captured)
+        adapted = self._adapted(kwargs, hidden.shape)
         for point in ("embed", "resid_pre"):
             hidden = acts.pop(point)(hidden) if point in acts else hidden
         last = acts.pop("resid", None)
         args = dict(call.layer_args[self.kind])
         if call.cache is not None:
             args[self.cache_name] = call.cache
-        with self.turn, acting(acts, self.layer) if acts else nullcontext():
+        at_points = acting(acts, self.layer) if acts else nullcontext()
+        with self.turn, at_points, adapting(adapted, self.layer) if adapted else nullcontext():
             if params is self.params:
                 out = self.module(hidden, **args)
             else:
@@ -123,13 +128,10 @@ class Block:
         return out if last is None else last(out)
 
     def _acts(
-        self,
-        edits: Sequence[Mapping[str, Any]],
-        captures: Sequence[Mapping[str, Any]],
-        shape: torch.Size,
-        captured: dict[tuple[int, int], Tensor],
+        self, kwargs: Mapping[str, Any], shape: torch.Size, captured: dict[tuple[int, int], Tensor]
     ) -> dict[str, Act]:
-        """What to do at each point: its edits in order, then its captures."""
+        """What to do at each point: a mask of heads, then its edits in order, then its captures."""
+        edits, captures, mask = kwargs.get("edit", ()), kwargs.get("capture", ()), kwargs.get("head_mask")
         heads = self.schema.sizes["head"]
 
         def act(point: str) -> Act:
@@ -138,6 +140,8 @@ class Block:
 
             def at_point(activation: Tensor) -> Tensor:
                 out = activation.reshape(*shape[:2], activation.shape[-1])  # opt flattens rows before its feed-forward
+                if point == "head" and mask is not None:
+                    out = adapters.mask_heads(out, mask, heads)
                 for edit in mine:
                     out = apply(out, edit, heads)
                 captured.update({key: take(out, one, heads) for key, one in wanted.items()})
@@ -145,7 +149,16 @@ class Block:
 
             return at_point
 
-        return {point: act(point) for point in {one["point"] for one in (*edits, *captures)}}
+        reached = {one["point"] for one in (*edits, *captures)} | ({"head"} if mask is not None else set())
+        return {point: act(point) for point in reached}
+
+    def _adapted(self, kwargs: Mapping[str, Any], shape: torch.Size) -> dict[str, Adapts]:
+        """What to do at each projection that has an adapter."""
+        given, rows = adapters.by_projection(kwargs.get("lora") or {}, kwargs.get("ia3") or {}), (shape[0], shape[1])
+        return {
+            name: lambda module, x, own=own: adapters.adapt(module, x, own, rows)  # type: ignore[misc]
+            for name, own in given.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -161,12 +174,16 @@ class BoundBlock:
         return self._block.layer
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
-        unknown = set(kwargs) - {"prompts", "steer", "edit", "capture"}
+        unknown = set(kwargs) - {"prompts", "steer", "edit", "capture", "lora", "ia3", "head_mask"}
         if unknown:
-            taken = "prompts, steer, edit and capture"
+            taken = "prompts, steer, edit, capture, lora, ia3 and head_mask"
             raise UnknownKwarg(f"the normal block takes {taken}, got {', '.join(sorted(unknown))}")
-        declared = {"prompts": ("batch", "prefix", "hidden"), "steer": ("hidden",)}
+        declared = {"prompts": ("batch", "prefix", "hidden"), "steer": ("hidden",), "head_mask": ("head",)}
         given = {k: Axed(v, declared[k]) if isinstance(v, Tensor) else v for k, v in kwargs.items() if v is not None}
+        schema, sizes = self._block.schema, {"batch": hidden.shape[0]}
+        for name in ("lora", "ia3"):
+            if name in given:
+                given[name] = adapters.check(name, given[name], schema.projections, sizes, name, own_layer=True)
         return self._block._normal(params, hidden, self._call, given)
 
 

@@ -20,6 +20,7 @@ class Spec:
     by_layer: bool = False  # {layer: value} is taken
     required: bool = False
     points: tuple[str, ...] = ()  # it acts at these points of a layer, at token positions (edit, capture)
+    projections: str = ""  # it acts at projections (lora, ia3); what it takes, in words
     group: str = "layers"
 
     @property
@@ -30,23 +31,27 @@ class Spec:
         """What the kwarg takes, for an error message."""
         if self.points:
             return "what kf.add, kf.put, kf.scale, kf.project_out or kf.Capture make"
+        if self.projections:
+            return self.projections
         forms = [repr(signature) for signature in self.signatures] + list(self.scalars)
         return " | ".join(forms) or "a tree whose tensors are declared with kf.axes"
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The kwargs that a span's blocks take, the model's sizes, and names refused with the reason."""
+    """The kwargs that a span's blocks take, the model's sizes, names refused with the reason, and the projections."""
 
     kwargs: Mapping[str, Spec]
     sizes: Mapping[str, int]
     refused: Mapping[str, str] = field(default_factory=dict)
+    projections: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by dotted name: features in and out
 
     def to_json(self) -> dict[str, Any]:
         kwargs = {
             name: {**vars(spec), "forms": [[s, list(k)] for s, k in spec.forms]} for name, spec in self.kwargs.items()
         }
-        return {"kwargs": kwargs, "sizes": dict(self.sizes), "refused": dict(self.refused)}
+        projections = {name: list(sizes) for name, sizes in self.projections.items()}
+        return {"kwargs": kwargs, "sizes": dict(self.sizes), "refused": dict(self.refused), "projections": projections}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Schema:
@@ -58,7 +63,8 @@ class Schema:
             }
             forms = tuple((signature, tuple(kinds)) for signature, kinds in spec.pop("forms", ()))
             kwargs[name] = replace(Spec(forms=forms), **spec)
-        return cls(kwargs, said["sizes"], said["refused"])
+        projections = {name: (int(a), int(b)) for name, (a, b) in said.get("projections", {}).items()}
+        return cls(kwargs, said["sizes"], said["refused"], projections)
 
 
 # ---- the built-in kwargs -----------------------------------------------------------------------------------------
@@ -67,12 +73,27 @@ STEER = Spec(forms=(("[layer] [batch] [seq] hidden", ("float",)),), bare=False, 
 PROMPTS = Spec(forms=(("layer batch prefix hidden", ("float",)),))
 ATTENTION_MASK = Spec(forms=(("batch key", ("int", "bool")), ("batch head seq key", ("bool", "float"))), group="call")
 POSITION_IDS = Spec(forms=(("batch seq", ("int",)),), group="call")
+LORA = Spec(projections="{projection: {'A': 'layer [batch] rank in', 'B': 'layer [batch] out rank', 'scale': number}}")
+IA3 = Spec(projections="{projection: 'layer [batch] out'}, or 'in' where declared so")
+HEAD_MASK = Spec(forms=(("layer [batch] head", ("float", "int", "bool")),), by_layer=True)
 
 
-def schema(sizes: dict[str, int], *, positions: bool, refused: dict[str, str], points: tuple[str, ...] = ()) -> Schema:
-    """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits act."""
+def schema(
+    sizes: dict[str, int],
+    *,
+    positions: bool,
+    refused: dict[str, str],
+    points: tuple[str, ...] = (),
+    projections: Mapping[str, tuple[int, int]] | None = None,
+) -> Schema:
+    """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits act;
+    ``projections``: where adapters do."""
     at_points = {"edit": Spec(points=points), "capture": Spec(points=points)}
     kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, **at_points}
+    if projections:
+        kwargs |= {"lora": LORA, "ia3": IA3}
+    if "head" in points:
+        kwargs["head_mask"] = HEAD_MASK
     if positions:
         kwargs["position_ids"] = POSITION_IDS
-    return Schema(kwargs, sizes, refused)
+    return Schema(kwargs, sizes, refused, projections or {})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kwflow import adapters
 from kwflow.bound import Bound
 from kwflow.edits import add_prompts, add_steer, apply
 from kwflow.errors import KwargError
@@ -45,7 +46,7 @@ def edit_hooks(
     handles = []
     for number in range(bound.start, bound.stop):
         layer, own = layers[number], bound.for_layer(number)
-        if unknown := set(own) - {"prompts", "steer", "edit"}:
+        if unknown := set(own) - {"prompts", "steer", "edit", "lora", "ia3", "head_mask"}:
             raise KwargError(f"a Hugging Face model has no kwarg {sorted(unknown)[0]!r} to compare with")
         if "prompts" in own:
             assert where is not None
@@ -53,13 +54,28 @@ def edit_hooks(
             handles.append(on_input(layer, functools.partial(add_prompts, prompts=prompts, token_position_BS=at)))
         if "steer" in own:
             handles.append(on_output(layer, functools.partial(add_steer, steer=own["steer"])))
+        adapted = adapters.by_projection(own.get("lora") or {}, own.get("ia3") or {})
+        handles += _adapter_outputs(layer, adapted, shape)
+        if "head_mask" in own:
+            mask = functools.partial(adapters.mask_heads, mask=own["head_mask"], heads=heads)
+            handles.append(on_input(layer.get_submodule(family.out), mask))
         edits = own.get("edit", ())
         for point in ("embed", "resid_pre", "attn", "mlp", "head", "resid"):
             for entry in (one for one in edits if one["point"] == point):
                 module = layer.get_submodule(family.points[point]) if point in family.points else layer
                 place = on_input if point in ("embed", "resid_pre", "head") else on_output
                 handles.append(place(module, functools.partial(_edited, entry=entry, heads=heads, shape=shape)))
+        for name, adapter in adapted.items():  # a head's edits come before what scales the projection's input
+            scaled = functools.partial(adapters.before, adapter=adapter, rows=(shape[0], shape[1]))
+            handles.append(on_input(layer.get_submodule(name), scaled))
     return handles
+
+
+def _adapter_outputs(layer: nn.Module, adapted: Mapping[str, adapters.Adapter], shape: torch.Size) -> list[Any]:
+    def hook(adapter: adapters.Adapter) -> Any:
+        return lambda _, args, out: adapters.after(out, args[0], adapter, (shape[0], shape[1]))
+
+    return [layer.get_submodule(name).register_forward_hook(hook(own)) for name, own in adapted.items()]
 
 
 def _edited(activation: Tensor, *, entry: dict[str, Any], heads: int, shape: torch.Size) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kwflow import points, projections
 from kwflow.blocks import Block, SpanSpec
 from kwflow.errors import ModelError, SpanError
 from kwflow.models.checkpoint import CONFIG, Checkpoint, find_model, layer_hash, read_json
@@ -21,7 +22,6 @@ from kwflow.models.prepare import cache_argument, recorder
 from kwflow.models.progress import progress
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
-from kwflow.points import install
 from kwflow.schema import schema
 
 
@@ -131,8 +131,13 @@ def load_span(
     fill_buffers(whole, base.get_submodule(family.layers.rpartition(".")[0]), skip=layer_list(base, family))
     prepare = recorder(whole.config, base, family, kinds)
     refused = {"position_ids": family.positions} if family.positions else {}
-    points = ("embed", "resid_pre", *family.points, "resid")
-    taken = schema(model_sizes(config), positions=not family.positions, refused=refused, points=points)
+    taken = schema(
+        model_sizes(config),
+        positions=not family.positions,
+        refused=refused,
+        points=("embed", "resid_pre", *family.points, "resid"),
+        projections=projections.common(map(projections.find, modules)),
+    )
     blocks, hashes = [], []
     prefixes = tuple(f"{prefix}.{number}." for number in range(start, stop))
     checkpoint.fetch(sources.names(lambda name: name.startswith(prefixes)))
@@ -143,7 +148,8 @@ def load_span(
         layer.to(where)
         if mode:
             quantize_layer(layer, mode, name=f"{prefix}.{number}", kept=kept)
-        install(layer, family.points)
+        projections.install(layer)
+        points.install(layer, family.points)
         layer.requires_grad_(False).eval()
         params = dict(layer.named_parameters())
         blocks.append(Block(number, layer, params, prepare, taken, cache_argument(layer.forward), kinds[number]))
