@@ -185,7 +185,7 @@ def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str
     ):
         raise KwargError(f"{what}: heads={heads!r:.60}; these layers have heads 0:{sizes['head']}")
     known = {**sizes, "head": len(heads) if heads else sizes["head"]}
-    known["head_dim"] = sizes.get("value_dim", sizes["head_dim"])  # the output projection's side: values, not keys
+    known.pop("head_dim", None)  # of what comes before the output projection: other families' keys have another
     free: dict[str, int] = {}
     bound = dict(entry)
     if (at := entry.get("at")) is not None:
@@ -231,6 +231,8 @@ def apply(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
     x = activation.unflatten(-1, (heads, -1)) if by_head else activation
     inner = ("head", "head_dim") if by_head else ("hidden",)
     index = None if at is None else at.tensor.to(x.device)
+    if by_head and isinstance(entry["value"], Axed) and entry["value"].size("head_dim") not in (None, x.shape[-1]):
+        raise ShapeError(f"kf.{entry['kind']}: value is {entry['value']}; the heads of these layers have {x.shape[-1]}")
     value = _over(entry["value"], ("batch", "seq", *inner), index, x, chosen)
     strength = _over(entry["strength"], ("batch", "seq", *inner), index, x, None)
     kind = entry["kind"]

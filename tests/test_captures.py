@@ -384,3 +384,13 @@ def test_a_prompt_in_chunks_or_after_a_cache_is_known() -> None:
         later = ours.generate(whole[:, 7 if new_alone else 0 :], max_new_tokens=4, **more, edit=edit)
         again.append(later[:, -4:])
     assert torch.equal(*again)
+
+
+def test_guidance_runs_a_sequence_of_its_own() -> None:
+    """Its second sequence has no part in the prompt's numbers: they are refused there, not taken from the first."""
+    remote = make_flow("llama", TWO, own_ends=True)
+    ours: Any = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)
+    given = {"max_new_tokens": 3, "guidance_scale": 1.5}
+    assert ours.generate(ids(1, 6), **given, edit=kf.add(V, 1)).shape == (1, 9)
+    with pytest.raises(SessionError, match="names a phase"):
+        ours.generate(ids(1, 6), **given, edit=kf.add(V, 1, at="prompt[-1]"))

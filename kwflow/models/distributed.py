@@ -38,6 +38,7 @@ class During:
     kwargs: Mapping[str, Any]
     prompt: int | None = None  # columns of the prompt
     prompt_tokens: Tensor | None = None  # tokens of each row's prompt
+    cache: Any = None  # whose prompt it is: guidance runs another sequence beside it
 
 
 NOTHING = During({})
@@ -105,9 +106,8 @@ class Distributed:
         if cache is None:
             return self.flow(hidden, **step)
         now = during.get()
-        return cache.session._step(
-            hidden, step, repeats=cache.repeats, prompt=now.prompt, prompt_length=now.prompt_tokens
-        )
+        prompt, tokens = (now.prompt, now.prompt_tokens) if cache is now.cache else (None, None)
+        return cache.session._step(hidden, step, repeats=cache.repeats, prompt=prompt, prompt_length=tokens)
 
     def _cache(self, call: dict[str, Any], name: str, own: Mapping[str, Any]) -> RemoteCache | None:
         """Take the cache out of a forward's arguments; a new session where one is wanted."""

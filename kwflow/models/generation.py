@@ -55,7 +55,8 @@ class Generates(Distributed):
                 session = mine = self.flow.session(columns)
             call[cache_name] = RemoteCache(session, repeats, self.tuning.length)
         call["use_cache"] = True  # whatever the model's config says (mpt's: no): the session is the cache
-        token = during.set(During(own, *self._prompt(call, settings.pad_token_id)))
+        cache = call.get("past_key_values") if call.get(cache_name) is None else call[cache_name]
+        token = during.set(During(own, *self._prompt(call, settings.pad_token_id), cache))
         try:
             return super().generate(**call)  # type: ignore[misc]
         finally:
