@@ -33,9 +33,12 @@ EXTRAS = PROJECT["optional-dependencies"]
 # The parts of kwflow, and what each may import of kwflow. Every module has a place here.
 PARTS = {
     "words": ["errors", "axes", "tree", "link", "wire"],
-    "core": ["blocks", "positions", "points", "edits", "captures", "kv", "schema", "bound", "kwargs", "derive"],
+    "core": [
+        *("blocks", "positions", "points", "edits", "captures", "projections", "adapters", "kv"),
+        *("schema", "bound", "kwargs", "derive"),
+    ],
     "client": ["plan", "flow", "session"],
-    "research": ["verify", "vectors", "steering", "adapters"],
+    "research": ["verify", "vectors", "steering"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
         *("models.quantize", "models.hooks", "models.hooked", "models.reference", "models.tuning"),
