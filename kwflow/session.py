@@ -99,10 +99,8 @@ class Session:
                 return hidden.clone()
             self._settle(timeout)
             self._running = link.submit(self._send(hidden.detach(), bound))
-            try:
-                out, *captured = self._running.result(
-                    timeout
-                )  # an interrupt leaves it running; the next step waits for it
+            try:  # an interrupt leaves it running; the next step waits for it
+                out, *captured = self._running.result(timeout)
             except TimeoutError as error:
                 raise DeadlineError(f"a step did not end in {timeout:g} s (flow.options(timeout=…))") from error
             self._running = None
