@@ -45,6 +45,14 @@ from tests.tiny import (
 QUICK = ["llama", "gemma3_text", "gpt2", "bloom", "falcon_alibi", "opt", "mpt", "mixtral", "gpt_oss", "deepseek_v3"]
 
 
+# other code than llama's; of the rest ``python -m benchmarks.families`` shows the derivatives
+DERIVED = [
+    *("gemma2", "gemma3_text", "gpt2", "bloom", "gpt_neox", "gpt_neo", "gptj", "phi", "phi3_longrope", "stablelm"),
+    *("cohere", "granite", "smollm3", "glm4", "falcon", "falcon_alibi", "opt", "mpt", "xglm", "bitnet", "diffllama"),
+    *("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "phimoe", "granitemoe", "olmoe"),
+]
+
+
 def rows(quick: list[str], names: list[str] | None = None) -> Any:
     """Every row, those that are not quick marked slow."""
     marked = [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names or CONFIGS]
@@ -80,7 +88,7 @@ def expect(check: str, name: str, found: Compared) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of deepseek's router, locally too
-@rows(["gemma3_text", "phi3_longrope", "gpt_neo", "mixtral", "deepseek_v3"])
+@rows(["gemma3_text", "phi3_longrope", "gpt_neo", "mixtral", "deepseek_v3"], DERIVED)
 def test_derivatives_of_any_order(name: str) -> None:
     """jvp, vmap, vmap of grad, and both second orders, in float64; what torch cannot derive is refused with why."""
     if name in NOT_IN_FLOAT64:
