@@ -40,6 +40,7 @@ PADS = (0, 1, 3, 8)
 B, S, D, L = len(PADS), 6 + max(PADS), HIDDEN, LAYERS
 MASK = left_padded(PADS, S)
 SOME = ("llama", "gpt2", "bloom", "gemma2", "opt")
+MARKED = [pytest.param(n, marks=() if n in ("llama", "gpt2") else pytest.mark.slow) for n in SOME]
 # not granite, which scales what its parts add; nor where norms stand behind the sums
 ADDING = [name for name in CONFIGS if family_of(config(name)).mlp and name != "opt_norm_after"]
 V = random(D, seed=1)
@@ -89,7 +90,7 @@ AT: dict[str, tuple[Any, Callable[[int], list[int]]]] = {  # the positions of a 
 }
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", MARKED)
 @pytest.mark.parametrize("at", AT)
 def test_what_comes_back_is_what_the_model_holds(family: str, at: str) -> None:
     hidden, (selector, places) = random(B, S, D), AT[at]
@@ -131,7 +132,7 @@ def test_a_capture_sees_what_edits_left() -> None:
     assert_bits(acts["resid_pre", 2], acts["resid", 1])
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", MARKED)
 def test_patching_what_was_captured(family: str) -> None:
     """Every position of one layer replaced by another run's gives that run's output."""
     remote, clean, other = flow(family, TWO), random(2, 5, D), random(2, 5, D, seed=5)

@@ -39,6 +39,7 @@ B, S, D, L = len(PADS), 6 + max(PADS), HIDDEN, LAYERS
 MASK = left_padded(PADS, S)
 TOKENS = MASK.sum(1).tolist()
 SOME = ("llama", "gpt2", "bloom", "gemma2", "opt", "gpt_neox")
+MARKED = [pytest.param(n, marks=() if n in ("llama", "gpt2") else pytest.mark.slow) for n in SOME]
 # not granite, which scales what its parts add; nor where norms stand behind the sums
 ADDING = [name for name in CONFIGS if family_of(config(name)).mlp and name != "opt_norm_after"]
 One = Callable[[Tensor, int, int], Tensor]  # (features, row, token position) to the same
@@ -186,7 +187,7 @@ CASES: dict[str, tuple[Any, list[tuple[int, str, One, Callable[[int, int], bool]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", MARKED)
 @pytest.mark.parametrize("case", CASES)
 def test_every_edit_is_what_hooks_do(family: str, case: str) -> None:
     edits, by_hand = CASES[case]
@@ -432,7 +433,7 @@ def test_ids_and_masks_are_not_needed_for_all() -> None:
     )
 
 
-@pytest.mark.parametrize("family", SOME)
+@pytest.mark.parametrize("family", MARKED)
 def test_exact_match_knows_edits(family: str) -> None:
     """Bitwise against the Hugging Face model with the same edits as hooks, and against its layers one by one."""
     remote, hidden = flow(family, TWO), random(B, S, D)

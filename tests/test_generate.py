@@ -42,7 +42,7 @@ def gained(params, hidden, /, *, block, gain: kf.Axes["[layer] [batch] hidden"] 
     return hidden + (gain if gain.dim() == 1 else gain[:, None]) * (out - hidden)
 
 
-@pytest.fixture(scope="module", params=["llama", "gpt2", pytest.param("bloom", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "bloom"))])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """The model over two workers, and the local one."""
     family = request.param

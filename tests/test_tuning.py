@@ -31,7 +31,9 @@ from tests.tiny import (
     random,
 )
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
+every_family = pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f == "llama" else pytest.mark.slow) for f in FAMILIES]
+)
 every_mode = pytest.mark.parametrize("mode", ["ptune", "deep_ptune"])
 CausalLM, Classifier = kf.AutoDistributedModelForCausalLM, kf.AutoDistributedModelForSequenceClassification
 P, D = 3, HIDDEN
