@@ -25,9 +25,9 @@ from kwflow.errors import KwargError, UnknownKwarg, UnsupportedError, did_you_me
 from kwflow.flow import Flow
 from kwflow.kwargs import PerLayer
 from kwflow.models.ends import bridged, layer_dropouts
-from kwflow.models.prepare import cache_argument
+from kwflow.models.prepare import arguments, cache_argument
 from kwflow.models.remote_cache import RemoteCache
-from kwflow.models.tuning import NONE, Tuning, arguments, load_tuned, prefixing, save_tuned, saved_names
+from kwflow.models.tuning import NONE, Tuning, load_tuned, prefixing, save_tuned, saved_names
 from kwflow.tree import flatten
 
 

@@ -13,10 +13,9 @@ from torch import Tensor
 from kwflow.axes import Axed
 from kwflow.errors import KwargError, UnsupportedError
 from kwflow.models.distributed import EXTRAS, NOT_SENT, Distributed, During, during
-from kwflow.models.prepare import cache_argument
+from kwflow.models.prepare import arguments, cache_argument
 from kwflow.models.remote_cache import RemoteCache
 from kwflow.models.spans import quiet
-from kwflow.models.tuning import arguments
 
 _CACHE = "keys and values live on the workers, in a session"
 _DRAFTS = "it drafts with this model's own layers, which are on the workers; give an assistant_model"

@@ -10,7 +10,6 @@ and drafts hide from a forward. Imports no transformers: the caller has the mode
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +23,7 @@ from kwflow.edits import Edit, check, lower
 from kwflow.errors import KwargError, UnsupportedError
 from kwflow.models.families import family_of, layer_list, model_sizes
 from kwflow.models.hooks import edit_hooks
-from kwflow.models.prepare import cache_argument
+from kwflow.models.prepare import arguments, cache_argument
 from kwflow.positions import Columns, token_position
 
 
@@ -83,7 +82,7 @@ class _Edited:
 
         @functools.wraps(generate)
         def with_prompt(*args: Any, **kwargs: Any) -> Any:
-            call = _arguments(generate, args, kwargs)
+            call = arguments(generate, args, kwargs)
             embeds, mask = call.get("inputs_embeds"), call.get("attention_mask")
             ids = call.get("input_ids", call.get("inputs")) if embeds is None else embeds
             self.prompt = ids.shape[1] if isinstance(ids, Tensor) else 1
@@ -100,7 +99,7 @@ class _Edited:
         self._remove()
         if self.model.training and getattr(self.model, "is_activation_checkpointing", False):
             raise UnsupportedError("as_hooks with gradient checkpointing: layers run again later, without the edits")
-        call = _arguments(self.base.forward, args, kwargs)
+        call = arguments(self.base.forward, args, kwargs)
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         if not isinstance(inputs, Tensor):
             raise KwargError("as_hooks: the model got neither input_ids nor inputs_embeds")
@@ -173,13 +172,3 @@ class _Edited:
         for number, (layers, entry) in enumerate(lower(self.edits, self.span, columns)):
             sections.append((layers, {"edit": [check(entry, self.points, sizes, f"edit[{number}]")]}))
         return Bound.of(self.span, sections)
-
-
-def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments by name, those of its ``**kwargs`` too."""
-    signature = inspect.signature(function)
-    call = dict(signature.bind_partial(*args, **kwargs).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            call.update(call.pop(name, {}))
-    return call

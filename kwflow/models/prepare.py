@@ -31,6 +31,16 @@ def cache_argument(function: Callable[..., Any]) -> str:
     return next(name for name in CACHE_NAMES if name in names)
 
 
+def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by name, those of its ``**kwargs`` too."""
+    signature = inspect.signature(function)
+    call = dict(signature.bind_partial(*args, **kwargs).arguments)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            call.update(call.pop(name, {}))
+    return call
+
+
 class Past:
     """What transformers' mask functions ask of a cache: how many columns stand before these; none is ever dropped."""
 

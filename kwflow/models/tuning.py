@@ -13,7 +13,7 @@ import functools
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from kwflow.axes import describe
 from kwflow.errors import KwargError, ModelError, UnsupportedError, did_you_mean
 from kwflow.models.checkpoint import Checkpoint, read_json
-from kwflow.models.prepare import cache_argument
+from kwflow.models.prepare import arguments, cache_argument
 
 MODES = ("ptune", "deep_ptune")
 WEIGHTS, SAYS = "model.safetensors", "tuned.json"  # the first is where transformers' Trainer looks when it resumes
@@ -76,13 +76,6 @@ def prefixing(tuning: Tuning) -> Iterator[None]:
         yield
     finally:
         _tuning.reset(token)
-
-
-def arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, those in ``**kwargs`` too."""
-    call = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    call.update(call.pop("kwargs", {}))
-    return call
 
 
 class Prefixed:
