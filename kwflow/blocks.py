@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kwflow import adapters
+from kwflow import adapt
 from kwflow import tree as trees
 from kwflow.axes import Axed, Axes
 from kwflow.bound import Bound
@@ -141,7 +141,7 @@ class Block:
             def at_point(activation: Tensor) -> Tensor:
                 out = activation.reshape(*shape[:2], activation.shape[-1])  # opt flattens rows before its feed-forward
                 if point == "head" and mask is not None:
-                    out = adapters.mask_heads(out, mask, heads)
+                    out = adapt.mask_heads(out, mask, heads)
                 for edit in mine:
                     out = apply(out, edit, heads)
                 captured.update({key: take(out, one, heads) for key, one in wanted.items()})
@@ -154,9 +154,9 @@ class Block:
 
     def _adapted(self, kwargs: Mapping[str, Any], shape: torch.Size) -> dict[str, Adapts]:
         """What to do at each projection that has an adapter."""
-        given, rows = adapters.by_projection(kwargs.get("lora") or {}, kwargs.get("ia3") or {}), (shape[0], shape[1])
+        given, rows = adapt.by_projection(kwargs.get("lora") or {}, kwargs.get("ia3") or {}), (shape[0], shape[1])
         return {
-            name: lambda module, x, own=own: adapters.adapt(module, x, own, rows)  # type: ignore[misc]
+            name: lambda module, x, own=own: adapt.adapt(module, x, own, rows)  # type: ignore[misc]
             for name, own in given.items()
         }
 
@@ -183,7 +183,7 @@ class BoundBlock:
         schema, sizes = self._block.schema, {"batch": hidden.shape[0]}
         for name in ("lora", "ia3"):
             if name in given:
-                given[name] = adapters.check(name, given[name], schema.projections, sizes, name, own_layer=True)
+                given[name] = adapt.check(name, given[name], schema.projections, sizes, name, own_layer=True)
         return self._block._normal(params, hidden, self._call, given)
 
 

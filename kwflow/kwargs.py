@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow import adapters, captures, edits
+from kwflow import adapt, captures, edits
 from kwflow import tree as trees
 from kwflow.axes import Axed, bind, check_sizes, describe, expansions, without_layer
 from kwflow.bound import Bound, Layers, Span, name_in
@@ -139,13 +139,13 @@ def _bind_section(
             bound[name] = [_AT_POINTS[name].check(entry, spec.points, known, what_) for entry in value]
         elif spec.projections:
             own_layer = not isinstance(layers, str)
-            bound[name] = adapters.check(name, value, _projections(schemas, spans), known, what_, own_layer=own_layer)
+            bound[name] = adapt.check(name, value, _projections(schemas, spans), known, what_, own_layer=own_layer)
         else:
             bound[name] = _bind_value(what_, value, spec, known, own_layer=not isinstance(layers, str))
     return bound
 
 
-def _projections(schemas: Sequence[tuple[Span, Schema]], spans: Sequence[Span]) -> adapters.Projections:
+def _projections(schemas: Sequence[tuple[Span, Schema]], spans: Sequence[Span]) -> adapt.Projections:
     """The projections that every worker of an addressed layer has."""
     first, *others = [
         schema.projections for (a, b), schema in schemas if any(a < stop and start < b for start, stop in spans)

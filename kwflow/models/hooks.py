@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow import adapters
+from kwflow import adapt
 from kwflow.bound import Bound
 from kwflow.edits import add_prompts, add_steer, apply
 from kwflow.errors import KwargError
@@ -54,10 +54,10 @@ def edit_hooks(
             handles.append(on_input(layer, functools.partial(add_prompts, prompts=prompts, token_position_BS=at)))
         if "steer" in own:
             handles.append(on_output(layer, functools.partial(add_steer, steer=own["steer"])))
-        adapted = adapters.by_projection(own.get("lora") or {}, own.get("ia3") or {})
+        adapted = adapt.by_projection(own.get("lora") or {}, own.get("ia3") or {})
         handles += _adapter_outputs(layer, adapted, shape)
         if "head_mask" in own:
-            mask = functools.partial(adapters.mask_heads, mask=own["head_mask"], heads=heads)
+            mask = functools.partial(adapt.mask_heads, mask=own["head_mask"], heads=heads)
             handles.append(on_input(layer.get_submodule(family.out), mask))
         edits = own.get("edit", ())
         for point in ("embed", "resid_pre", "attn", "mlp", "head", "resid"):
@@ -66,14 +66,14 @@ def edit_hooks(
                 place = on_input if point in ("embed", "resid_pre", "head") else on_output
                 handles.append(place(module, functools.partial(_edited, entry=entry, heads=heads, shape=shape)))
         for name, adapter in adapted.items():  # a head's edits come before what scales the projection's input
-            scaled = functools.partial(adapters.before, adapter=adapter, rows=(shape[0], shape[1]))
+            scaled = functools.partial(adapt.before, adapter=adapter, rows=(shape[0], shape[1]))
             handles.append(on_input(layer.get_submodule(name), scaled))
     return handles
 
 
-def _adapter_outputs(layer: nn.Module, adapted: Mapping[str, adapters.Adapter], shape: torch.Size) -> list[Any]:
-    def hook(adapter: adapters.Adapter) -> Any:
-        return lambda _, args, out: adapters.after(out, args[0], adapter, (shape[0], shape[1]))
+def _adapter_outputs(layer: nn.Module, adapted: Mapping[str, adapt.Adapter], shape: torch.Size) -> list[Any]:
+    def hook(adapter: adapt.Adapter) -> Any:
+        return lambda _, args, out: adapt.after(out, args[0], adapter, (shape[0], shape[1]))
 
     return [layer.get_submodule(name).register_forward_hook(hook(own)) for name, own in adapted.items()]
 
