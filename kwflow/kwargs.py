@@ -165,9 +165,14 @@ def _bind_adapters(name: str, value: Any, place: Place) -> Any:
 
 def _projections(schemas: Sequence[tuple[Span, Schema]], spans: Sequence[Span]) -> adapt.Projections:
     """The projections that every worker of an addressed layer has."""
-    first, *others = [
-        schema.projections for (a, b), schema in schemas if any(a < stop and start < b for start, stop in spans)
-    ]
+    return in_all(
+        [schema.projections for (a, b), schema in schemas if any(a < stop and start < b for start, stop in spans)]
+    )
+
+
+def in_all(found: Sequence[adapt.Projections]) -> dict[str, tuple[int, int]]:
+    """The projections that all have in one size."""
+    first, *others = found
     return {name: sizes for name, sizes in first.items() if all(own.get(name) == sizes for own in others)}
 
 
