@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow import adapt, captures, edits
+from kwflow import adapt, captures, edits, prefix
 from kwflow import tree as trees
 from kwflow.axes import Axed, bind, check_sizes, describe, expansions, without_layer
 from kwflow.bound import Bound, Layers, Span, name_in
@@ -66,6 +66,7 @@ def bind_kwargs(
     """
     found: dict[Layers, dict[str, Any]] = {"call": {}, "layers": {}}
     at_points: dict[str, Any] = {}
+    kwargs = prefix.named(kwargs, span[1] - span[0])
     for name, value in kwargs.items():
         if value is None and any(name in schema.refused for _, schema in schemas):
             continue
@@ -77,7 +78,7 @@ def bind_kwargs(
             if isinstance(value, PerLayer):
                 raise KwargError(f"{name} cannot stand in kf.per_layer: it says its layers itself, kf.add(…, layers=)")
             at_points[name] = value
-        elif isinstance(value, PerLayer) or (spec.by_layer and isinstance(value, Mapping)):
+        elif isinstance(value, PerLayer) or (spec.by_layer and _of_layers(value, spec)):
             if spec.group == "call":
                 raise KwargError(f"{name} holds for the whole call: it cannot differ by layer")
             for layer, own in _by_layer(name, value, span).items():
@@ -96,7 +97,9 @@ def bind_kwargs(
         for number, (layers, entry) in enumerate(_AT_POINTS[name].lower(value, span, columns)):
             what = f"{name}[{number}]"
             bound.append((layers, _bind_section(layers, {name: [entry]}, schemas, span, sizes, what)))
-    return Bound.of(span, bound)
+    made = Bound.of(span, bound)
+    prefix.check_call(made)
+    return made
 
 
 def check_bound(bound: Bound, schema: Schema, sizes: Mapping[str, int]) -> None:
@@ -140,6 +143,8 @@ def _bind_section(
         elif spec.projections:
             own_layer = not isinstance(layers, str)
             bound[name] = adapt.check(name, value, _projections(schemas, spans), known, what_, own_layer=own_layer)
+        elif spec.prefix:
+            bound[name] = prefix.check(value, known, what_, own_layer=not isinstance(layers, str))
         else:
             bound[name] = _bind_value(what_, value, spec, known, own_layer=not isinstance(layers, str))
     return bound
@@ -196,6 +201,11 @@ def _refuse_missing(
                 raise KwargError(
                     f"layers {without} need {name!r} ({spec.says()}): the worker's block_fn has no default"
                 )
+
+
+def _of_layers(value: Any, spec: Spec) -> bool:
+    """Whether a value is ``{layer: value}``."""
+    return isinstance(value, Mapping) and not (spec.prefix and prefix.is_pair(value))
 
 
 def _by_layer(name: str, value: PerLayer | Mapping[int, Any], span: Span) -> dict[int, Any]:
