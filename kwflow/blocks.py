@@ -61,7 +61,7 @@ class Call:
 
     layer_args: Mapping[str, Mapping[str, Any]]  # by kind of layer
     token_position: Tensor | None
-    cache: StepCache | None
+    cache: StepCache | None  # of the layer that runs
     captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by layer and order there
 
 
@@ -221,8 +221,8 @@ def run(
     """Run consecutive blocks on ``hidden`` (batch, seq, hidden): prepare once, then one block after the other.
 
     In a session ``past`` columns stand before these, ``attention_mask`` covers them all, and ``kv`` holds their keys;
-    those of a prefix are counted in neither.
-    ``captured`` is filled with what ``capture`` asks for, by layer.
+    a prefix's columns, before them, are counted in neither. ``captured`` is filled with what ``capture`` asks for, by
+    layer.
     """
     if captured is None and bound.captures():
         raise KwargError("capture: blocks run by hand return hidden alone; flow.capture, sessions and generate capture")
@@ -239,14 +239,14 @@ def run(
         seen, before = prefix.before(mask, ahead), past + ahead
         prepared = blocks[0].prepare(hidden, attention_mask=seen, position_ids=positions, past=before, kinds=kinds)
     where = token_positions(mask, past, hidden.shape[1], hidden.device)
-    call = Call(prepared, where, None if kv is None else StepCache(kv, before))
+    call = Call(prepared, where, None)
     for block, own in zip(blocks, params, strict=True):
         who = "block" if block.custom is None else f"block_fn {getattr(block.custom, '__name__', block.custom)!r}"
         with _explained(who, block.layer, hidden, bound):
             kwargs = bound.for_layer(block.layer)
             mine = prefix.keys_values(kwargs.pop(prefix.NAME, None), hidden)
-            cached = call if mine is None else replace(call, cache=StepCache(kv, before, mine))
-            out = block.apply(own, hidden, cached, kwargs)
+            cache = None if kv is None and mine is None else StepCache(kv, before, mine)
+            out = block.apply(own, hidden, replace(call, cache=cache), kwargs)
         if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
             got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise BlockError(
@@ -351,7 +351,9 @@ def own_kwargs(fn: Callable[..., Tensor]) -> tuple[dict[str, Spec], bool]:
 def with_block_fn(span: SpanSpec, fn: Callable[..., Tensor], identity: str) -> SpanSpec:
     """The span with a worker's own ``fn`` around every block; its kwargs join the schema."""
     specs, through = own_kwargs(fn)
-    builtin = {name: spec for name, spec in span.schema.kwargs.items() if through or spec.group == "call" or spec.prefix}
+    builtin = {
+        name: spec for name, spec in span.schema.kwargs.items() if through or spec.group == "call" or spec.prefix
+    }
     schema = replace(span.schema, kwargs={**builtin, **specs})
     blocks = tuple(replace(block, custom=fn, schema=schema) for block in span.blocks)
     return replace(span, blocks=blocks, schema=schema, identity={**span.identity, "block_fn": identity})

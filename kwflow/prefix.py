@@ -1,6 +1,6 @@
 """``prefix_kv``: keys and values that stand before a call's columns, in every layer (prefix tuning; Li & Liang 2021).
 
-    flow(**flow.inputs(texts, prefix=8), prefix_kv={"k": k, "v": v})   # k, v: (layers, batch or 1, kv heads, 8, head size)
+    flow(**flow.inputs(texts, prefix=8), prefix_kv={"k": k, "v": v})   # (layers, batch or 1, kv heads, 8, head size)
 
 They are as a cache keeps them, behind rotary embeddings. Positions start at the prefix's length; masks, ``at=`` and
 ``position`` count the call's own columns only, and what stands before is always seen, as far as a layer's window
@@ -88,9 +88,7 @@ def check(given: Any, sizes: Mapping[str, int], what: str, *, own_layer: bool) -
     return {key: _leaf(given.get(key), key, sizes, free, f"{what}[{key!r}]", own_layer) for key in ("k", "v")}
 
 
-def _leaf(
-    value: Any, key: str, sizes: Mapping[str, int], free: dict[str, int], what: str, own_layer: bool
-) -> Axed:
+def _leaf(value: Any, key: str, sizes: Mapping[str, int], free: dict[str, int], what: str, own_layer: bool) -> Axed:
     """One of the two; axes that are declared may leave ``batch`` out, and ``layer``: the same for all."""
     own = "key_dim" if key == "k" else "value_dim"
     inner = f"kv_head prefix {own if own in sizes else 'head_dim'}"
@@ -114,8 +112,8 @@ def length(bound: Bound) -> int:
     for number, section in enumerate(bound.sections):
         if NAME in section.skeleton:
             layers = range(bound.start, bound.stop) if isinstance(section.layers, str) else section.layers
-            columns = bound.section(number)[NAME]["k"].size("prefix")
-            found.update(dict.fromkeys(layers, columns))
+            columns: int = bound.section(number)[NAME]["k"].size("prefix")
+            found |= dict.fromkeys(layers, columns)
     if not found:
         return 0
     if lacking := [layer for layer in range(bound.start, bound.stop) if layer not in found]:

@@ -91,7 +91,7 @@ def schema(
     """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits act;
     ``projections``: where adapters do."""
     at_points = {"edit": Spec(points=points), "capture": Spec(points=points)}
-    kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "prefix_kv": PREFIX_KV, "steer": STEER, **at_points}
+    kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, "prefix_kv": PREFIX_KV, **at_points}
     if projections:
         kwargs |= {"lora": LORA, "ia3": IA3}
     if "head" in points:

@@ -182,7 +182,8 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"columns {self.position} of {self.max_length}"
+        state = "closed" if self.closed else f"columns {self.prefix + self.position} of {self.max_length}"
+        state += f" with a prefix of {self.prefix}" if self.prefix else ""
         return f"Session({self.flow.ends.name}, layers {self.flow.start}:{self.flow.stop}, {state}, batch {self.batch})"
 
     # ---- one step
@@ -247,7 +248,9 @@ class Session:
                 columns,
             )  # what a worker takes them for anyway
         if positions is not None:
-            before = torch.arange(ahead, ahead + start).expand(batch, start) if self._positions is None else self._positions
+            before = (
+                torch.arange(ahead, ahead + start).expand(batch, start) if self._positions is None else self._positions
+            )
             positions = torch.cat([before, called.call()["position_ids"].tensor.expand(batch, seq)], 1)
         return bound.joined(sent), remembered, positions, columns
 

@@ -104,7 +104,7 @@ class Distributed:
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         if isinstance(inputs, Tensor) and inputs.dim() > 1:
             past, seq = 0 if cache is None else cache.get_seq_length(), inputs.shape[1]
-            counted = self.flow.ends.counts_mask and isinstance(mask, Tensor) and mask.dim() == 2
+            counted = getattr(self.flow.ends, "counts_mask", False) and isinstance(mask, Tensor) and mask.dim() == 2
             positions = token_position(mask, seq) if counted else torch.arange(past, past + seq)[None]
             call["position_ids"] = positions.clamp(min=0).to(inputs.device) + ahead
 

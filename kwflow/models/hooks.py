@@ -41,8 +41,8 @@ def edit_hooks(
 ) -> list[Any]:
     """Hooks for the kwargs of ``bound``'s layers, in the order in which a block does them; handles to remove them.
 
-    ``where``: token positions (batch, seq); ``shape``: of hidden. A prefix_kv is no hook's, but a cache's. Raises KwargError
-    for kwargs that no hook can do.
+    ``where``: token positions (batch, seq); ``shape``: of hidden. A prefix_kv is not a hook's, but a cache's. Raises
+    KwargError for kwargs that no hook can do.
     """
     handles = []
     for number in range(bound.start, bound.stop):

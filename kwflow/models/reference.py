@@ -121,9 +121,10 @@ def _prefilled(bound: Bound, layers: int, hidden: Tensor) -> Any:
 
     cache = DynamicCache()
     given = {n: prefix.keys_values(bound.for_layer(n)[prefix.NAME], hidden) for n in range(bound.start, bound.stop)}
+    blank = [torch.zeros_like(t) for t in given[bound.start] or ()]
     for number in range(layers):
-        own = given.get(number)
-        cache.update(*(own or [torch.zeros_like(t) for t in given[bound.start] or ()]), number)
+        k, v = given.get(number) or blank
+        cache.update(k, v, number)
     return cache
 
 
