@@ -118,18 +118,14 @@ def length(bound: Bound) -> int:
         return 0
     if lacking := [layer for layer in range(bound.start, bound.stop) if layer not in found]:
         raise KwargError(
-            f"{NAME} is given for layers {_numbers(found)} and not for {_numbers(lacking)}: "
+            f"{NAME} is given for layers {sorted(found)} and not for {lacking}: "
             f"every layer of a call has one of the same length, or none has"
         )
-    first, *others = dict.fromkeys(found.values())
+    first, *others = sorted(set(found.values()))
     if others:
-        said = [f"{size} in layers {_numbers(n for n in found if found[n] == size)}" for size in (first, *others)]
+        said = [f"{size} in layers {sorted(n for n in found if found[n] == size)}" for size in (first, *others)]
         raise ShapeError(f"{NAME} has prefix = {', '.join(said)}; it is of one length in every layer of a call")
     return first
-
-
-def _numbers(layers: Any) -> str:
-    return ", ".join(map(str, sorted(layers)))
 
 
 def check_call(bound: Bound) -> None:
