@@ -175,7 +175,9 @@ def read_model(model: Any, name: str | None) -> Saved:
 
 def _active(model: Any, configs: Mapping[str, Any]) -> str:
     """The one adapter that acts."""
-    active = getattr(model, "active_adapters", configs)
+    if len(configs) == 1:
+        return next(iter(configs))
+    active = model.active_adapters  # a property of PEFT's, a method of transformers'
     names: list[str] = list(active() if callable(active) else active)  # type: ignore[arg-type]
     if len(names) != 1:
         said = ", ".join(map(repr, configs))

@@ -25,8 +25,11 @@ from tests.oracle import assert_bits, assert_close
 from tests.table import distributed
 from tests.tiny import EACH, TWO, Requests, flow, huggingface, ids, left_padded, positions_of, random, span
 
-# peft 0.21 asks transformers 5.24 for a name that is to go
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# peft 0.21 asks transformers 5.24 for names that are to go
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
+]
 
 B, S, D, L, P = 4, 6, HIDDEN, LAYERS, 3
 FAMILIES = ("llama", "gpt2", "bloom")
@@ -102,9 +105,12 @@ def test_a_folder_and_a_live_model_compute_what_peft_does(family: str, kind: str
         assert_same_tensors(kf.adapters.read(where / "ours"), adapter)
         again = peft.PeftModel.from_pretrained(copy.deepcopy(huggingface(family, dtype)), str(where / "ours")).eval()
         with LiftFloat32():
-            expected = model(input_ids=tokens).logits
+            live, expected = model(input_ids=tokens).logits, again(input_ids=tokens).logits
             assert (expected[:, -S:] - huggingface(family, dtype)(tokens).logits).abs().max() > 0.01
-            assert_bits(again(input_ids=tokens).logits, expected, "PEFT reads what was written")
+            if kind == "projected prefix":  # projected for all rows at once when live, for one when saved
+                assert_close(expected.float(), live.float(), "PEFT reads what was written")
+            else:
+                assert_bits(expected, live, "PEFT reads what was written")
             takes(adapter)
             for cuts, rows in ((TWO, B), (EACH, 3)):
                 remote = flow(family, cuts, dtype).options(batch_tokens=rows * (S + P))
@@ -132,7 +138,7 @@ def test_scales_ranks_and_layers_are_pefts(variant: str, tmp_path: Path) -> None
     for source in (model, tmp_path):
         adapter: Any = kf.adapters.read(source)
         assert_close(logits(flow("llama", TWO), adapter, tokens), expected, variant)
-    held = {name: m.scaling["default"] for name, m in model.named_modules() if hasattr(m, "scaling")}
+    held = {name: m.scaling["default"] for name, m in model.named_modules() if hasattr(m, "lora_A")}
     assert {f"base_model.model.{module}": scale for module, scale in adapter.scales.items()} == held
     # the same as kwargs of a flow: PEFT has its patterns from there
     kf.adapters.write(tmp_path / "ours", dict(adapter), flow=flow("llama", TWO))
@@ -229,14 +235,11 @@ def test_a_trained_prompt_stands_before_padded_texts_and_in_a_model(family: str)
 # ---- rows --------------------------------------------------------------------------------------------------------
 
 
-def mixed() -> tuple[list[Any], list[Any]]:
+def mixed(dtype: torch.dtype = torch.float32) -> tuple[list[Any], list[Any]]:
     """PeftModels of different ranks, projections and layers, and the adapters: two LoRAs, none, an IA3."""
-    first = tuned("llama", lora("llama"))
-    second = tuned(
-        "llama", lora("llama", r=2, lora_alpha=5, target_modules=["v_proj", "q_proj"], layers_to_transform=2)
-    )
-    third = tuned("llama", ia3("llama"), seed=50)
-    models = [first, second, huggingface("llama"), third]
+    other = lora("llama", r=2, lora_alpha=5, target_modules=["v_proj", "q_proj"], layers_to_transform=2)
+    models: list[Any] = [tuned("llama", lora("llama"), dtype), tuned("llama", other, dtype)]
+    models += [huggingface("llama", dtype), tuned("llama", ia3("llama"), dtype, seed=50)]
     return models, [kf.adapters.read(one) if hasattr(one, "peft_config") else None for one in models]
 
 
@@ -259,16 +262,17 @@ def test_rows_each_compute_their_solo_run() -> None:
 
 
 def test_rows_train_the_adapters_that_they_share() -> None:
-    order, tokens, adapters = [0, 1, 2, 3, 0], ids(5, S), mixed()[1]
+    order, tokens, adapters = [0, 1, 2, 3, 0], ids(5, S), mixed(torch.float64)[1]
+    remote = flow("llama", TWO, torch.float64).options(batch_tokens=3 * S)
     joined = kf.adapters.rows([adapters[i] and adapters[i].requires_grad_() for i in order])
-    logits(flow("llama", TWO), joined, tokens).square().sum().backward()
+    logits(remote, joined, tokens).square().sum().backward()
     for number in (0, 1, 3):
         mine: Any = adapters[number]
         found = [tensor.grad for tensor in mine.parameters()]
         for tensor in mine.parameters():
             tensor.grad = None
         own = tokens[[row for row, i in enumerate(order) if i == number]]
-        logits(flow("llama", TWO), mine, own).square().sum().backward()
+        logits(remote, mine, own).square().sum().backward()
         for name, grad in zip(mine.tensors, found, strict=True):
             assert_close(grad, mine.tensors[name].grad, f"{number}: {name}")
 
@@ -295,7 +299,7 @@ def test_steps_of_training_through_a_flow_are_pefts_own(family: str, kind: str, 
                 assert_close(adapter.tensors[name], tensor, f"step {step}, {name}")
         adapter.save(tmp_path)
         again = peft.PeftModel.from_pretrained(copy.deepcopy(huggingface(family, torch.float64)), str(tmp_path)).eval()
-        assert_close(again(input_ids=tokens).logits, model(tokens).logits, "written")
+        assert_close(again(input_ids=tokens).logits, logits(remote, adapter, tokens), "written")
 
 
 @torch.no_grad()
@@ -405,11 +409,11 @@ def test_broken_folders_are_said_to_be(folder: Path) -> None:
             "no tensor 'model.layers.0.self_attn.v_proj.lora_A",
         ),
         (
-            {**whole, "base_model.model.model.layers.0.mlp.x": whole[first]},
+            {**whole, "base_model.model.model.layers.0.mlp.x": torch.zeros(2)},
             UnsupportedError,
             "holds 'model.layers.0.mlp.x'",
         ),
-        ({**whole, first.replace("model.layers", "vision.layers"): whole[first]}, UnsupportedError, "layers of"),
+        ({**whole, first.replace("model.layers", "vision.layers"): torch.zeros(4, 32)}, UnsupportedError, "layers of"),
         ({}, ModelError, "holds no tensor"),
     ):
         save_file(tensors, folder / WEIGHTS)
@@ -467,8 +471,8 @@ def test_what_a_model_or_a_folder_has_no_place_for_is_refused(folder: Path) -> N
 def test_an_adapter_says_what_it_holds() -> None:
     some = tuned("llama", lora("llama", layers_to_transform=[1, 3], lora_dropout=0.1))
     assert repr(kf.adapters.read(some)) == (
-        "LoRA(self_attn.v_proj, mlp.down_proj of layers 1, 3, rank 4, scale 1.5, lora_dropout 0.1 left out as in eval mode; "
-        "1,024 numbers of float32, from adapter 'default' of PeftModelForCausalLM)"
+        "LoRA(self_attn.v_proj, mlp.down_proj of layers 1, 3, rank 4, scale 1.5, lora_dropout 0.1 left out as in eval "
+        "mode; 1,024 numbers of float32, from adapter 'default' of PeftModelForCausalLM)"
     )
     assert repr(kf.adapters.read(tuned("gpt2", ia3("gpt2")))).startswith(
         "IA3(attn.c_attn, mlp.c_proj of layers 0:4; 896 "
