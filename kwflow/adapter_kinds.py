@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -118,7 +118,12 @@ class Projected(Adapter):
         return dict(sorted(found.items()))
 
     def value(self) -> PerLayer:
-        return per_layer({layer: {self.kwarg: own} for layer, own in self.by_layer().items()})[self.kwarg]
+        return self.at_layers(at.layer for at in self.modules.values())[self.kwarg]
+
+    def at_layers(self, layers: Iterable[int]) -> dict[str, PerLayer]:
+        """The kwargs of some layers, for a slice of a flow: ``flow[3:7](hidden, **adapter.at_layers(range(3, 7)))``."""
+        chosen = set(layers)
+        return per_layer({layer: {self.kwarg: own} for layer, own in self.by_layer().items() if layer in chosen})
 
     def _says(self) -> str:
         layers = sorted({at.layer for at in self.modules.values()})
@@ -147,15 +152,24 @@ class LoRA(Projected):
     def _scale(self, module: str) -> float:
         """alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023), of the module's own pattern or of all."""
         A_RI, B_OR = self._sides(module)
-        rank = _matched(self.config.get("rank_pattern"), module, self.config.get("r"))
-        alpha = _matched(self.config.get("alpha_pattern"), module, self.config.get("lora_alpha"))
-        if A_RI.dim() != 2 or B_OR.dim() != 2 or not A_RI.shape[0] == B_OR.shape[1] == rank:
+        rank, alpha = self._said("rank_pattern", module, "r"), self._said("alpha_pattern", module, "lora_alpha")
+        if A_RI.dim() != 2 or B_OR.dim() != 2 or not 0 < A_RI.shape[0] == B_OR.shape[1] == rank:
             raise ModelError(
                 f"{self.where}: {module} has A {describe(A_RI)} and B {describe(B_OR)}; its config says rank {rank}"
             )
         if not isinstance(alpha, int | float):
             raise ModelError(f"{self.where}: the config's lora_alpha is {alpha!r:.40}")
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _said(self, patterns: str, module: str, otherwise: str) -> Any:
+        """The value of the first pattern that fits the end of a module's name, as PEFT finds it."""
+        try:
+            for end, value in (self.config.get(patterns) or {}).items():
+                if re.match(rf"(.*\.)?({end})$", module):
+                    return value
+        except (AttributeError, re.error) as error:
+            raise ModelError(f"{self.where}: {patterns} is not a dict of regular expressions: {error}") from error
+        return self.config.get(otherwise)
 
     def part(self, module: str) -> dict[str, Any]:
         A_RI, B_OR = self._sides(module)
@@ -167,11 +181,6 @@ class LoRA(Projected):
         dropout = self.config.get("lora_dropout")
         off = f", lora_dropout {dropout} left out as in eval mode" if dropout else ""
         return f"{super()._says()}, rank {', '.join(map(str, ranks))}, scale {', '.join(f'{s:g}' for s in scales)}{off}"
-
-
-def _matched(patterns: Mapping[str, Any] | None, module: str, otherwise: Any) -> Any:
-    """The value of the first pattern that fits the end of a module's name, as PEFT finds it."""
-    return next((value for end, value in (patterns or {}).items() if re.match(rf"(.*\.)?({end})$", module)), otherwise)
 
 
 def scaling(ranks: Mapping[str, int], scales: Mapping[str, float]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def read_folder(folder: str | os.PathLike[str]) -> Saved:
 
     path = Path(folder)
     if not (path / CONFIG).is_file():
-        raise ModelError(f"{os.fspath(folder)!r} has no {CONFIG}: it is not a folder that PEFT's save_pretrained wrote")
+        raise ModelError(f"{os.fspath(folder)!r} has no {CONFIG}; give a folder that PEFT's save_pretrained wrote")
     if not (path / WEIGHTS).is_file():
         pickled = f"; {PICKLE} is a pickle, which may run any code: save it anew, as safetensors"
         raise ModelError(f"{path} has no {WEIGHTS}{pickled if (path / PICKLE).exists() else ''}")

@@ -402,7 +402,10 @@ def test_broken_folders_are_said_to_be(folder: Path) -> None:
     change(folder, r=5)
     with pytest.raises(ModelError, match=r"v_proj has A float32\(4, 32\) .* its config says rank 5"):
         kf.adapters.read(folder)
-    change(folder, r=4)
+    change(folder, r=4, alpha_pattern={"(": 2})
+    with pytest.raises(ModelError, match="alpha_pattern is not a dict of regular expressions"):
+        kf.adapters.read(folder)
+    change(folder, alpha_pattern={})
     for tensors, error, words in (
         (
             {n: t for n, t in whole.items() if n != first},
@@ -427,14 +430,14 @@ def test_broken_folders_are_said_to_be(folder: Path) -> None:
     with pytest.raises(ModelError, match=r"adapter_model\.bin is a pickle, which may run any code"):
         kf.adapters.read(folder)
     (folder / CONFIG).unlink()
-    with pytest.raises(ModelError, match="no adapter_config.json"):
+    with pytest.raises(ModelError, match="no adapter_config.json; give a folder"):
         kf.adapters.read(folder)
     with pytest.raises(KwargError, match="got a int"):
         kf.adapters.read(3)
 
 
 def test_what_a_model_or_a_folder_has_no_place_for_is_refused(folder: Path) -> None:
-    adapter, remote = kf.adapters.read(folder), tiny.make_flow("gpt2", TWO)
+    remote, adapter = tiny.make_flow("gpt2", TWO), kf.adapters.read(folder)
     with (
         Requests(remote) as requests,
         pytest.raises(UnknownKwarg, match="no projection 'self_attn.v_proj'; these.*c_attn"),
@@ -444,6 +447,9 @@ def test_what_a_model_or_a_folder_has_no_place_for_is_refused(folder: Path) -> N
     ours, low = flow("llama"), next(iter(adapter["lora"].values.values()))["self_attn.v_proj"]
     with pytest.raises(SpanError, match="lora names layer 3; this flow has layers 0:3"):
         ours[:3](random(B, S, D), **adapter)
+    hidden: Any = random(B, S, D)
+    parts = ours[:3](hidden, **adapter.at_layers(range(3))), ours(hidden, **adapter)  # type: ignore[attr-defined]
+    assert_close(ours[3:](parts[0], **adapter.at_layers([3])), parts[1], "in two slices")  # type: ignore[attr-defined]
     stacked = {key: low[key][None].expand(L, -1, -1) for key in "AB"}
     many = {key: tensor[:, None] for key, tensor in stacked.items()}
     for kwargs, error, words in (
@@ -465,6 +471,10 @@ def test_what_a_model_or_a_folder_has_no_place_for_is_refused(folder: Path) -> N
     prompt = kf.adapters.read(tuned("llama", KINDS["prompt"]("llama")))
     with pytest.raises(UnsupportedError, match="row 1 has Prompt.*rows join LoRA and IA3"):
         kf.adapters.rows([adapter, prompt])
+    narrow = kf.adapters.read(tuned("llama", KINDS["prompt"]("llama")))
+    narrow.tensors["prompt_embeddings"] = torch.zeros(P, D - 1)
+    with pytest.raises(ShapeError, match=r"float32\(3, 31\) stands before embeddings of width 32"):
+        logits(flow("llama"), narrow, ids(1, 2))
     with pytest.raises(KwargError, match="row 0 is a dict"):
         kf.adapters.rows([{}])  # type: ignore[list-item]
 

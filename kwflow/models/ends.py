@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow.errors import ModelError, UnsupportedError
+from kwflow.axes import describe
+from kwflow.errors import ModelError, ShapeError, UnsupportedError
 from kwflow.models.checkpoint import Checkpoint
 from kwflow.models.families import blank_inputs, family_of, replace_layers
 from kwflow.models.spans import model_name, quiet, read_config, resolve_dtype, skeleton
@@ -177,6 +178,8 @@ class ModelEnds:
         given: dict[str, Tensor] = {"input_ids": input_ids}
         if before is not None:
             tokens = self.base.get_input_embeddings()(input_ids)
+            if before.shape[-1] != tokens.shape[-1]:
+                raise ShapeError(f"{describe(before)} stands before embeddings of width {tokens.shape[-1]}")
             given = {"inputs_embeds": torch.cat([before.to(tokens.dtype).expand(len(tokens), -1, -1), tokens], 1)}
         with bridged(keep):
             self.base(**given, use_cache=False, **positions)
