@@ -30,7 +30,7 @@ _WHERE = {
     "AutoDistributedModelForCausalLM": "kwflow.models.auto",
     "AutoDistributedModelForSequenceClassification": "kwflow.models.auto",
 }
-_MODULES = ("errors", "steering", "verify")
+_MODULES = ("adapters", "errors", "steering", "verify")
 
 __all__ = [
     "AutoDistributedConfig",
@@ -40,6 +40,7 @@ __all__ = [
     "Axes",
     "Capture",
     "__version__",
+    "adapters",
     "add",
     "axes",
     "chain",
@@ -58,6 +59,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from kwflow import adapters as adapters
     from kwflow import errors as errors
     from kwflow import steering as steering
     from kwflow import verify as verify

@@ -80,8 +80,14 @@ STEER = Spec(forms=(("[layer] [batch] [seq] hidden", ("float",)),), bare=False, 
 PROMPTS = Spec(forms=(("layer batch prefix hidden", ("float",)),))
 ATTENTION_MASK = Spec(forms=(("batch key", ("int", "bool")), ("batch head seq key", ("bool", "float"))), group="call")
 POSITION_IDS = Spec(forms=(("batch seq", ("int",)),), group="call")
-LORA = Spec(projections="{projection: {'A': 'layer [batch] rank in', 'B': 'layer [batch] out rank', 'scale': number}}")
-IA3 = Spec(projections="{projection: 'layer [batch] out'}, or 'in' where declared so")
+LORA = Spec(
+    projections="{projection: {'A': 'layer [batch] rank in', 'B': 'layer [batch] out rank', 'scale': number}}, or with "
+    "'layer adapter …' for [batch] and 'rows': 'batch', the number of each row's adapter"
+)
+IA3 = Spec(
+    projections="{projection: 'layer [batch] out'}, or 'in' where declared so; or {projection: {'scale': 'layer "
+    "adapter out', 'rows': 'batch'}}"
+)
 PREFIX_KV = Spec(prefix="{'k': tensor, 'v': tensor} with axes 'layer batch kv_head prefix head_dim'", by_layer=True)
 HEAD_MASK = Spec(forms=(("layer [batch] head", ("float", "int", "bool")),), by_layer=True)
 

@@ -38,7 +38,7 @@ PARTS = {
         *("schema", "bound", "kwargs", "derive"),
     ],
     "client": ["plan", "flow", "session"],
-    "research": ["verify", "vectors", "steering"],
+    "research": ["verify", "vectors", "steering", "adapters", "adapter_kinds", "peft_files"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
         *("models.quantize", "models.hooks", "models.hooked", "models.reference", "models.tuning"),
@@ -119,6 +119,7 @@ def test_imports_point_one_way(module: str) -> None:
         top, _, inner = imported.partition(".")
         if top == "hivemind":
             assert module == "swarm.hivemind", "only swarm/hivemind.py imports hivemind"
+        assert top != "peft", "only PEFT's file formats are used"
         if top == "transformers":
             assert module.startswith("models."), "only kwflow/models imports transformers"
         if imported.startswith("torch.nn"):
