@@ -38,7 +38,7 @@ PARTS = {
         *("schema", "bound", "kwargs", "derive"),
     ],
     "client": ["plan", "flow", "session"],
-    "research": ["verify", "vectors", "steering"],
+    "research": ["verify", "vectors", "steering", "folding", "sweep"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
         *("models.quantize", "models.hooks", "models.hooked", "models.reference", "models.tuning"),
