@@ -25,6 +25,7 @@ from kwflow.errors import KwargError, SessionError, SpanError, did_you_mean
 from kwflow.positions import Columns, select
 
 Key = tuple[str, int]
+Taken = tuple[Tensor, Tensor, dict[Key, Tensor]]  # of one call or step: numbers and columns (batch, pos), values
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Capture:
             (point, layer) for layer in sorted({n for own in layers.values() for n in own})
             for point in layers if layer in layers[point]
         )  # fmt: skip
-        self._taken: list[tuple[Tensor, Tensor, dict[Key, Tensor]]] = []  # numbers, columns, values: for each step
+        self._taken: list[Taken] = []
         self._session: Any = None
 
     def __repr__(self) -> str:
@@ -131,6 +132,20 @@ class Capture:
         rows = batch // len(number) if len(number) > 1 else batch
         spread = [t.repeat_interleave(rows, 0) for t in (number, column)]
         self._taken.append((spread[0], spread[1], dict(zip(self.keys, values, strict=True))))
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was captured yet."""
+        return self._session is None and not self._taken
+
+    @property
+    def steps(self) -> Sequence[Taken]:
+        """What each call or step brought."""
+        return self._taken
+
+    def replace(self, steps: Sequence[Taken]) -> None:
+        """Hold other steps, which are of no session."""
+        self._taken, self._session = list(steps), None
 
     def reorder(self, rows: Tensor) -> None:
         """Follow a session's rows into another order."""
