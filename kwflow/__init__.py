@@ -25,6 +25,8 @@ _WHERE = {
     "put": "kwflow.edits",
     "scale": "kwflow.edits",
     "project_out": "kwflow.edits",
+    "sweep": "kwflow.sweep",
+    "grid": "kwflow.sweep",
     "AutoDistributedConfig": "kwflow.models.auto",
     "AutoDistributedModel": "kwflow.models.auto",
     "AutoDistributedModelForCausalLM": "kwflow.models.auto",
@@ -46,6 +48,7 @@ __all__ = [
     "chain",
     "connect",
     "errors",
+    "grid",
     "load_blocks",
     "local_swarm",
     "model_path",
@@ -55,6 +58,7 @@ __all__ = [
     "scale",
     "steering",
     "stream",
+    "sweep",
     "verify",
 ]
 
@@ -82,6 +86,8 @@ if TYPE_CHECKING:
     from kwflow.models.checkpoint import model_path as model_path
     from kwflow.models.spans import load_blocks as load_blocks
     from kwflow.swarm.local import local_swarm as local_swarm
+    from kwflow.sweep import grid as grid
+    from kwflow.sweep import sweep as sweep
     from kwflow.verify import stream as stream
 
 

@@ -98,11 +98,12 @@ def schema(
     positions: bool,
     refused: dict[str, str],
     points: tuple[str, ...] = (),
+    looked_at: tuple[str, ...] = (),
     projections: Mapping[str, tuple[int, int]] | None = None,
 ) -> Schema:
-    """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits act;
-    ``projections``: where adapters do."""
-    at_points = {"edit": Spec(points=points), "capture": Spec(points=points)}
+    """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits and
+    captures act; ``looked_at``: where captures alone do; ``projections``: where adapters do."""
+    at_points = {"edit": Spec(points=points), "capture": Spec(points=(*points, *looked_at))}
     kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, "prefix_kv": PREFIX_KV, **at_points}
     if projections:
         kwargs |= {"lora": LORA, "ia3": IA3}

@@ -34,16 +34,16 @@ EXTRAS = PROJECT["optional-dependencies"]
 PARTS = {
     "words": ["errors", "axes", "tree", "link", "wire"],
     "core": [
-        *("blocks", "positions", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
+        *("blocks", "positions", "patterns", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
         *("schema", "bound", "kwargs", "derive"),
     ],
     "client": ["plan", "flow", "session"],
-    "research": ["verify", "vectors", "steering", "adapters", "adapter_kinds", "peft_files"],
+    "research": ["verify", "vectors", "steering", "adapters", "adapter_kinds", "peft_files", "folding", "sweep"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
         *("models.quantize", "models.hooks", "models.hooked", "models.reference", "models.tuning"),
         *("models.checkpoint", "models.shard", "models.hub", "models.gguf", "models.embedded"),
-        *("models.progress", "models.vector_files"),
+        *("models.progress", "models.vector_files", "models.beams"),
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
