@@ -218,14 +218,14 @@ def functions(row: Row, family: str, dtype: torch.dtype, rows: int, cut: int = B
 
 
 def gradient(row: Row, family: str, dtype: torch.dtype) -> Compared:
-    """Of hidden and every leaf together, through sub-batches, backward twice; shared values get the sum."""
+    """Of hidden and every leaf together. Shared by all rows: the sum; each row its own: through sub-batches, twice."""
     found: Compared = []
-    for rows in (1, B) if row.sizes(family) else (1,):
-        remotely, locally, x = functions(row, family, dtype, rows, cut=3)
+    for rows, cut in ((1, B), (B, 3)) if row.sizes(family) else ((1, 3),):
+        remotely, locally, x = functions(row, family, dtype, rows, cut)
         sides = [[value.clone().requires_grad_() for value in x.values()] for _ in range(2)]
         total = remotely(*sides[0])
         expected = torch.autograd.grad(locally(*sides[1]), sides[1])
-        for again in (False, True):
+        for again in (False, True) if cut < B else (False,):
             grads = torch.autograd.grad(total, sides[0], retain_graph=not again)
             found += [(f"{name}, {rows} rows", *pair) for name, *pair in zip(x, grads, expected, strict=True)]  # type: ignore[misc]
     return found
@@ -245,7 +245,7 @@ def mapped(row: Row, family: str, dtype: torch.dtype) -> Compared:
 
 def tangent(row: Row, family: str, dtype: torch.dtype) -> Compared:
     """jvp along every input together."""
-    remotely, locally, x = functions(row, family, dtype, B, cut=3)
+    remotely, locally, x = functions(row, family, dtype, B)
     values = tuple(x.values())
     along = tuple(random(*v.shape, seed=50 + i, dtype=dtype) for i, v in enumerate(values))
     return [("jvp", jvp(remotely, values, along)[1], jvp(locally, values, along)[1])]
