@@ -77,6 +77,7 @@ class Block:
     cache_name: str
     kind: str = "full_attention"  # layers of one kind share what prepare makes: full_attention, sliding_attention, …
     custom: Callable[..., Tensor] | None = None
+    own: frozenset[str] = frozenset()  # the kwargs that ``custom`` declares
     turn: Any = field(default_factory=threading.RLock)  # other params are put into the module while it runs
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
@@ -97,9 +98,15 @@ class Block:
         """Run the block within a prepared call."""
         if self.custom is None:
             return self._normal(params, hidden, call, kwargs)
-        own = own_kwargs(self.custom)[0]
-        given = {name: _bare(value) if name in own else value for name, value in kwargs.items()}
-        return self.custom(params, hidden, block=BoundBlock(self, call), **given)
+        given = {name: _bare(value) if name in self.own else value for name, value in kwargs.items()}
+        block = BoundBlock(self, call)
+        out = self.custom(params, hidden, block=block, **given)
+        if dropped := sorted(given.keys() - self.own - block.handed_on):
+            raise BlockError(
+                f"the block_fn of layer {self.layer} did not hand {', '.join(dropped)} on; it must call "
+                f"block(params, hidden, **kw)"
+            )
+        return out
 
     def _normal(self, params: Params, hidden: Tensor, call: Call, kwargs: Mapping[str, Any]) -> Tensor:
         prompts, steer = kwargs.get("prompts"), kwargs.get("steer")
@@ -167,6 +174,7 @@ class BoundBlock:
 
     _block: Block
     _call: Call
+    handed_on: set[str] = field(default_factory=set)  # the kwargs that it was called with
 
     @property
     def layer(self) -> int:
@@ -174,6 +182,7 @@ class BoundBlock:
         return self._block.layer
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
+        self.handed_on.update(kwargs)
         unknown = set(kwargs) - {"prompts", "steer", "edit", "capture", "lora", "ia3", "head_mask"}
         if unknown:
             taken = "prompts, steer, edit, capture, lora, ia3 and head_mask"
@@ -246,10 +255,6 @@ def run(
                 f"{tuple(hidden.shape)}; a block returns the shape and dtype that it got"
             )
         hidden = out
-    if len(call.captured) != bound.captures():
-        raise BlockError(
-            f"{len(call.captured)} of {bound.captures()} captures came by: a block_fn must hand `**kw` on to `block`"
-        )
     if captured is not None:
         captured += [call.captured[key] for key in sorted(call.captured)]
     return hidden
@@ -345,7 +350,7 @@ def with_block_fn(span: SpanSpec, fn: Callable[..., Tensor], identity: str) -> S
     specs, through = own_kwargs(fn)
     builtin = {name: spec for name, spec in span.schema.kwargs.items() if through or spec.group == "call"}
     schema = replace(span.schema, kwargs={**builtin, **specs})
-    blocks = tuple(replace(block, custom=fn, schema=schema) for block in span.blocks)
+    blocks = tuple(replace(block, custom=fn, own=frozenset(specs), schema=schema) for block in span.blocks)
     return replace(span, blocks=blocks, schema=schema, identity={**span.identity, "block_fn": identity})
 
 

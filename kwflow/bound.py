@@ -7,7 +7,8 @@ Flat, so that autograd sees plain tensors and the wire plain JSON. No torch.nn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,11 @@ class Section:
 
     layers: Layers
     skeleton: Any
+
+    @functools.cached_property
+    def key(self) -> tuple[Layers, str]:
+        """What two sections of the same kwargs share but for their tensors; 1, 1.0 and True differ."""
+        return self.layers, repr(self.skeleton)
 
     def within(self, span: Span) -> Section | None:
         """The same for the layers of ``span``; None when there are none."""
@@ -105,7 +111,7 @@ class Bound:
 
     def section(self, number: int, layer: int | None = None) -> dict[str, Any]:
         """One section's kwargs as ``{name: tree}``, each tensor with its axes; ``layer`` picks that layer's part."""
-        mine = [self.axed(i) for i, leaf in enumerate(self.leaves) if leaf.section == number]
+        mine = [self.axed(i) for i in self._by_section[number]]
         if layer is not None:
             mine = [pick_layer(leaf, layer - self.start) for leaf in mine]
         return trees.unflatten(mine, self.sections[number].skeleton)
@@ -162,20 +168,72 @@ class Bound:
         """``steer[12]: float32(576,), prompts: …`` for error messages."""
         return ", ".join(f"{leaf.what}: {describe(t)}" for leaf, t in zip(self.leaves, self.tensors, strict=True))
 
-    def to_tree(self) -> list[list[Any]]:
-        """As it goes over the wire: ``[[layers, {name: tree}], …]``, each tensor with its axes."""
+    def to_tree(self, same: Mapping[int, int] | None = None) -> list[Any]:
+        """As it goes over the wire: ``[[layers, {name: tree}], …]``, each tensor with its axes.
+
+        ``same``: the sections that the other side holds already, and their numbers there, which are sent instead.
+        """
+        numbers = same or {}
         return [
-            [section.layers if isinstance(section.layers, str) else list(section.layers), self.section(number)]
+            numbers[number] if number in numbers else [_say_layers(section.layers), self.section(number)]
             for number, section in enumerate(self.sections)
         ]
 
     @classmethod
-    def from_tree(cls, span: Span, said: Any) -> Bound:
-        """Rebuild what a peer sent. Raises KwargError for what :meth:`to_tree` cannot have made."""
+    def from_tree(cls, span: Span, said: Any, held: Bound | None = None) -> Bound:
+        """Rebuild what a peer sent. Raises KwargError for what :meth:`to_tree` cannot have made from ``held``."""
         pairs = said if isinstance(said, list) else [said]
-        if not all(isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], dict) for pair in pairs):
-            raise KwargError(f"a request's kwargs are [[layers, {{name: value}}], …], got {said!r:.80}")
-        return cls.of(span, [(_read_layers(layers), _read_names(kwargs)) for layers, kwargs in pairs])
+        return cls.of(span, [_read_section(pair, held) for pair in pairs])
+
+    def same_as(self, other: Bound) -> dict[int, int]:
+        """The sections that ``other`` has too, to the last bit, and their numbers there."""
+        candidates: dict[tuple[Layers, str], list[int]] = {}
+        for number, section in enumerate(other.sections):
+            candidates.setdefault(section.key, []).append(number)
+        found: dict[int, int] = {}
+        for number, section in enumerate(self.sections):
+            mine = [self.tensors[i] for i in self._by_section[number]]
+            for theirs in candidates.get(section.key, ()):
+                if _equal(mine, [other.tensors[i] for i in other._by_section[theirs]]):
+                    found[number] = theirs
+        return found
+
+    def copied(self, same: Mapping[int, int], other: Bound) -> Bound:
+        """With memory of its own, so that nobody changes it: of sections that are ``same``, what ``other`` has."""
+        tensors: list[Tensor] = []
+        for number, mine in enumerate(self._by_section):
+            if number in same:
+                tensors += [other.tensors[i] for i in other._by_section[same[number]]]
+            else:
+                tensors += [self.tensors[i].detach().clone() for i in mine]
+        return self.with_tensors(tensors)
+
+    @functools.cached_property
+    def _by_section(self) -> list[list[int]]:
+        """The numbers of each section's tensors; they stand in the sections' order."""
+        found: list[list[int]] = [[] for _ in self.sections]
+        for i, leaf in enumerate(self.leaves):
+            found[leaf.section].append(i)
+        return found
+
+
+def _equal(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _say_layers(layers: Layers) -> str | list[int]:
+    return layers if isinstance(layers, str) else list(layers)
+
+
+def _read_section(said: Any, held: Bound | None) -> tuple[Layers, dict[str, Any]]:
+    if type(said) is int and held is not None and 0 <= said < len(held.sections):
+        return held.sections[said].layers, held.section(said)
+    if not (isinstance(said, list) and len(said) == 2 and isinstance(said[1], dict)):
+        raise KwargError(f"a request's kwargs are [[layers, {{name: value}}], …], got {said!r:.80}")
+    return _read_layers(said[0]), _read_names(said[1])
 
 
 def _read_layers(said: Any) -> Layers:

@@ -115,7 +115,7 @@ class Capture:
 
     def belong(self, session: Any) -> None:
         """Keep one session's steps together."""
-        if self._session is not None and self._session is not session or (self._taken and self._session is None):
+        if self._taken and self._session is not session:
             raise SessionError("this Capture holds what another session or call captured; make a new one")
         if self.mean:
             raise SessionError("kf.Capture(mean=True) is for calls: a session's steps have no common mean")

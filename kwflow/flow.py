@@ -24,6 +24,7 @@ from kwflow.axes import Axed, describe
 from kwflow.bound import Span, is_wrapped
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
+from kwflow.kwargs import in_all
 from kwflow.plan import Estimate, Options, Peers, Plan, PlanCall, bind, wait
 from kwflow.positions import Columns
 from kwflow.schema import Spec
@@ -213,6 +214,11 @@ class Flow:
         """The kwargs that some of this flow's layers take beside attention_mask and position_ids."""
         route = self._wait(self.peers.route(*self.span, self._options.peers_blocked))
         return {n: spec for hop in route for n, spec in hop.schema.kwargs.items() if spec.group != "call"}
+
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """What ``lora`` and ``ia3`` may name in all of this flow's layers: features in and out, by dotted name."""
+        route = self._wait(self.peers.route(*self.span, self._options.peers_blocked))
+        return in_all([hop.schema.projections for hop in route])
 
     def embed(self, input_ids: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
         """Token ids (batch, seq) to hidden (batch, seq, hidden), with learned positions where the family has them."""

@@ -7,7 +7,7 @@ Nothing is sent before everything here has passed. No torch.nn.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,17 @@ from kwflow.positions import Columns
 from kwflow.schema import SCALARS, Schema, Spec
 
 _AT_POINTS: dict[str, Any] = {"edit": edits, "capture": captures}  # what looks positions up, and checks entries
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one kwarg goes: to which layers, what their blocks take of it, and how messages call it."""
+
+    what: str  # ``steer[12]``
+    spec: Spec
+    sizes: Mapping[str, int]
+    projections: adapt.Projections  # those that every layer's worker has
+    own_layer: bool  # it is one layer's value, so it has no ``layer`` axis
 
 
 @dataclass(frozen=True)
@@ -86,7 +97,7 @@ def bind_kwargs(
         else:
             found[spec.group][name] = value
     _refuse_missing(schemas, span, found)
-    sections = [(layers, values) for layers, values in found.items() if values]
+    sections = [(layers, {name: value}) for layers, values in found.items() for name, value in values.items()]
     bound = [(layers, _bind_section(layers, values, schemas, span, sizes)) for layers, values in sections]
     if at_points and columns is None:
         mask = next((values["attention_mask"].tensor for _, values in bound if "attention_mask" in values), None)
@@ -131,25 +142,37 @@ def _bind_section(
         schema = next(
             s for (a, b), s in schemas if name in s.kwargs and any(a < stop and start < b for start, stop in spans)
         )
-        spec, known = schema.kwargs[name], {**schema.sizes, **sizes, "layer": span[1] - span[0]}
-        what_ = what or name_in(name, layers)
-        if spec.points:
-            if not isinstance(value, list):
-                raise KwargError(f"{what_} is a {type(value).__name__}; it takes {spec.says()}")
-            bound[name] = [_AT_POINTS[name].check(entry, spec.points, known, what_) for entry in value]
-        elif spec.projections:
-            own_layer = not isinstance(layers, str)
-            bound[name] = adapt.check(name, value, _projections(schemas, spans), known, what_, own_layer=own_layer)
-        else:
-            bound[name] = _bind_value(what_, value, spec, known, own_layer=not isinstance(layers, str))
+        place = Place(
+            what or name_in(name, layers),
+            schema.kwargs[name],
+            {**schema.sizes, **sizes, "layer": span[1] - span[0]},
+            _projections(schemas, spans),
+            own_layer=not isinstance(layers, str),
+        )
+        bound[name] = _BINDERS[place.spec.kind](name, value, place)
     return bound
+
+
+def _bind_entries(name: str, value: Any, place: Place) -> list[Any]:
+    if not isinstance(value, list):
+        raise KwargError(f"{place.what} is a {type(value).__name__}; it takes {place.spec.says()}")
+    return [_AT_POINTS[name].check(entry, place.spec.points, place.sizes, place.what) for entry in value]
+
+
+def _bind_adapters(name: str, value: Any, place: Place) -> Any:
+    return adapt.check(name, value, place.projections, place.sizes, place.what, own_layer=place.own_layer)
 
 
 def _projections(schemas: Sequence[tuple[Span, Schema]], spans: Sequence[Span]) -> adapt.Projections:
     """The projections that every worker of an addressed layer has."""
-    first, *others = [
-        schema.projections for (a, b), schema in schemas if any(a < stop and start < b for start, stop in spans)
-    ]
+    return in_all(
+        [schema.projections for (a, b), schema in schemas if any(a < stop and start < b for start, stop in spans)]
+    )
+
+
+def in_all(found: Sequence[adapt.Projections]) -> dict[str, tuple[int, int]]:
+    """The projections that all have in one size."""
+    first, *others = found
     return {name: sizes for name, sizes in first.items() if all(own.get(name) == sizes for own in others)}
 
 
@@ -220,8 +243,9 @@ def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "int"
 
 
-def _bind_value(what: str, value: Any, spec: Spec, sizes: Mapping[str, int], *, own_layer: bool) -> Any:
-    """Bind every tensor of one kwarg; ``own_layer``: it is one layer's value, so it has no ``layer`` axis."""
+def _bind_value(name: str, value: Any, place: Place) -> Any:
+    """Bind every tensor of one kwarg."""
+    what, spec, own_layer = place.what, place.spec, place.own_layer
     forms = {(without_layer(s) if own_layer else s): kinds for s, kinds in spec.forms}
     free: dict[str, int] = {}
 
@@ -234,7 +258,7 @@ def _bind_value(what: str, value: Any, spec: Spec, sizes: Mapping[str, int], *, 
         if _kind(bound.tensor.dtype) not in kinds:
             axes = " ".join(bound.axes)
             raise KwargError(f"{what} ({axes!r}) is {describe(bound.tensor)}; it takes {' or '.join(kinds)} tensors")
-        check_sizes(bound, sizes, free, what=what)
+        check_sizes(bound, place.sizes, free, what=what)
         return bound
 
     if isinstance(value, Tensor | Axed):
@@ -252,3 +276,10 @@ def _bind_value(what: str, value: Any, spec: Spec, sizes: Mapping[str, int], *, 
 
 def _fits(names: tuple[str, ...], signature: str) -> bool:
     return names in expansions(signature)
+
+
+_BINDERS: dict[str, Callable[[str, Any, Place], Any]] = {  # by Spec.kind: how a kwarg's tensors get their axes
+    "points": _bind_entries,
+    "projections": _bind_adapters,
+    "values": _bind_value,
+}

@@ -290,11 +290,16 @@ def bind(
     return bound
 
 
-def request_tree(hidden: Tensor, bound: Bound, given: Sequence[Tensor] = ()) -> dict[str, Any]:
-    """What a request carries: hidden, kwargs, and the cotangents and tangents that its operations are given."""
+def request_tree(
+    hidden: Tensor, bound: Bound, given: Sequence[Tensor] = (), same: Mapping[int, int] | None = None
+) -> dict[str, Any]:
+    """What a request carries: hidden, kwargs, and the cotangents and tangents that its operations are given.
+
+    ``same``: the sections of the kwargs that the worker holds from the step before, and their numbers there.
+    """
     tree: dict[str, Any] = {"hidden": hidden}
     if bound.sections:
-        tree["kwargs"] = bound.to_tree()
+        tree["kwargs"] = bound.to_tree(same)
     if given:
         tree["given"] = list(given)
     return tree

@@ -24,6 +24,11 @@ class Spec:
     group: str = "layers"
 
     @property
+    def kind(self) -> str:
+        """How it is given: entries that act at points, adapters of projections, or values with axes."""
+        return "points" if self.points else "projections" if self.projections else "values"
+
+    @property
     def signatures(self) -> tuple[str, ...]:
         return tuple(signature for signature, _ in self.forms)
 

@@ -1,7 +1,8 @@
 """A session: keys and values kept on the workers, step after step, with kwargs that may change at each.
 
 Every step carries its start column; a worker crops to it and appends. So a step that was interrupted is simply taken
-again, and a rollback is a smaller start column. Not differentiable.
+again, and a rollback is a smaller start column. Kwargs are sent once: what equals the step before's, a worker has.
+Not differentiable.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Session:
         self._reorder_count = 0
         self._route: list[Hop] = []
         self._channels: list[link.Channel] = []
+        self._held: list[Bound] = []  # the kwargs that each worker has from its last step
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()  # which follow its rows and columns
         self._running: concurrent.futures.Future[list[Tensor]] | None = None
         self._turn = threading.Lock()
@@ -309,8 +311,11 @@ class Session:
         peers = self.flow.peers
         while len(self._channels) < len(self._route):
             self._channels.append(await peers.pool.transport.open(self._route[len(self._channels)].peer))
-        for hop, channel in zip(self._route, self._channels, strict=True):
+            self._held.append(Bound(*self._route[len(self._held)].span))
+        for number, (hop, channel) in enumerate(zip(self._route, self._channels, strict=True)):
             mine, _ = bound.part(None, hop.span)
+            held, self._held[number] = self._held[number], Bound(*hop.span)  # unless the step succeeds, nobody knows
+            same = mine.same_as(held) if "sent once" in hop.hello.get("features", ()) else {}
             meta = {"op": "step", "span": [hop.start, hop.stop], "start": self.position}
             if self.position == 0:
                 meta["max_length"] = self.max_length
@@ -318,7 +323,7 @@ class Session:
                 meta["reorder"] = [[number, rows] for number, rows in self._reorders]
             before = channel.bytes_sent, channel.bytes_received
             try:
-                reply = await link.call(channel, Message(meta, request_tree(hidden, mine)))
+                reply = await link.call(channel, Message(meta, request_tree(hidden, mine, same=same)))
             except WorkerFailed as error:
                 error.span = error.span or hop.span
                 peers.failed(error)
@@ -328,6 +333,7 @@ class Session:
                 peers.pool.bytes_received += channel.bytes_received - before[1]
             hidden, *more = check_outputs(reply.tree, hidden, hop, mine)
             captured += more
+            self._held[number] = mine.copied(same, held)
         return [hidden, *captured]
 
 

@@ -15,7 +15,21 @@ from kwflow.errors import AxesError, BlockError, KwargError, KwflowError, ShapeE
 from kwflow.kv import KV, StepCache
 from kwflow.models.spans import load_span
 from tests.oracle import assert_bits, assert_close, residual
-from tests.tiny import FAMILIES, HIDDEN, LAYERS, MAX_LENGTH, folder, huggingface, left_padded, make_flow, random, span
+from tests.tiny import (
+    FAMILIES,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    MAX_LENGTH,
+    TWO,
+    flow,
+    folder,
+    huggingface,
+    left_padded,
+    make_flow,
+    random,
+    span,
+)
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
 MASK = left_padded([0, 2], 5)
@@ -215,6 +229,36 @@ def test_the_bound_block_knows_its_layer_and_takes_prompts_and_steer() -> None:
 
     with pytest.raises(UnknownKwarg, match="the normal block takes prompts, steer, edit, .* got stear"):
         make_flow("llama", block_fn=wrong)(hidden)
+
+
+def dropped_kwargs() -> dict[str, Any]:
+    return {
+        "steer": {1: random(HIDDEN)},
+        "prompts": random(LAYERS, 1, 2, HIDDEN),
+        "edit": kf.add(random(HIDDEN), layers=1),
+        "lora": {"v_proj": {"A": random(LAYERS, 2, HIDDEN), "B": random(LAYERS, HIDDEN // 2, 2)}},
+        "ia3": {"v_proj": random(LAYERS, HIDDEN // 2)},
+        "head_mask": random(LAYERS, HEADS),
+        "capture": kf.Capture(resid=[1]),
+    }
+
+
+@pytest.mark.parametrize("name", dropped_kwargs())
+def test_a_block_fn_that_swallows_kwargs_is_told(name: str) -> None:
+    def swallows(params, hidden, /, *, block, **kw):
+        return block(params, hidden)
+
+    def passes(params, hidden, /, *, block, **kw):
+        return block(params, hidden, **kw)
+
+    hidden, given = random(2, 3, HIDDEN), {name: dropped_kwargs()[name]}
+    with (
+        pytest.raises(BlockError, match=f"block_fn of layer [01] did not hand {name} on; .*call block"),
+        make_flow("llama", TWO, block_fn=swallows).session(3) as session,
+    ):
+        session.step(hidden, **given)
+    with make_flow("llama", TWO, block_fn=passes).session(3) as session, flow("llama", TWO).session(3) as plain:
+        assert_bits(session.step(hidden, **given), plain.step(hidden, **{name: dropped_kwargs()[name]}))
 
 
 def test_what_a_block_fn_raises_or_returns_is_explained() -> None:

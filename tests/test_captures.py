@@ -16,7 +16,7 @@ from torch.func import grad, jvp, vmap
 import kwflow as kf
 from kwflow.blocks import LiftFloat32
 from kwflow.captures import take
-from kwflow.errors import BlockError, KwargError, SessionError, SpanError, UnsupportedError
+from kwflow.errors import KwargError, SessionError, SpanError, UnsupportedError
 from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.families import family_of
 from tests.configs import CONFIGS, HIDDEN, LAYERS, config
@@ -307,20 +307,6 @@ def test_what_is_wrong_is_refused() -> None:
     assert "resid=[1]" in repr(acts) and "(2, 3)" in repr(acts)
     with pytest.raises(SessionError, match="captured nothing"):
         kf.Capture(resid=[1])["resid", 1]
-
-
-def test_a_block_fn_that_swallows_kwargs_is_told() -> None:
-    def swallows(params, hidden, /, *, block, **kw):
-        return block(params, hidden)
-
-    def passes(params, hidden, /, *, block, **kw):
-        return block(params, hidden, **kw)
-
-    hidden = random(2, 3, D)
-    with pytest.raises(BlockError, match="0 of 1 captures came by"):
-        flow("llama", TWO, block_fn=swallows).capture({"resid": [1]}, hidden)
-    _, acts = flow("llama", TWO, block_fn=passes).capture({"resid": [1]}, hidden)
-    assert_bits(acts["resid", 1], flow("llama", TWO).capture({"resid": [1]}, hidden)[1]["resid", 1])
 
 
 def test_what_cannot_be_captured_is_told() -> None:

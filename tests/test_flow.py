@@ -508,6 +508,15 @@ def test_inputs_takes_what_a_tokenizer_gives_and_refuses_nothing_at_all() -> Non
         remote(torch.tensor([[3, 4]]))
 
 
+def test_a_flow_says_its_projections() -> None:
+    remote = flow("llama", THREE)
+    assert (
+        remote.projections()["self_attn.v_proj"]
+        == (HIDDEN, HIDDEN // 2)
+        == remote[1:2].projections()["self_attn.v_proj"]
+    )
+
+
 def test_a_call_is_checked_and_estimated_without_being_sent() -> None:
     remote, hidden = flow("llama", THREE), random(4, 3, HIDDEN)
     v = kf.axes(random(4, HIDDEN), "batch hidden")

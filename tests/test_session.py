@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +22,13 @@ from kwflow.errors import (
     KwflowError,
     SessionError,
     ShapeError,
+    SpanError,
     UnknownKwarg,
     UnsupportedError,
     WorkerFailed,
     WorkerFull,
 )
+from kwflow.swarm.hello import FEATURES
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message
 from tests.oracle import assert_bits, assert_close, cache_name, residual
@@ -425,6 +429,82 @@ def test_a_mask_that_begins_late(family: str) -> None:
         local.step(hidden[:, :3], attention_mask=mask[:, :3])
         out = session.step(hidden[:, 3:], attention_mask=mask)
         assert_bits(out, local.step(hidden[:, 3:], attention_mask=mask))
+
+
+# ---- sent once
+
+
+def sections(request: Message) -> list[Any]:
+    """The kwargs of a request: each with its layers, or the number of what the worker has."""
+    return [one if isinstance(one, int) else [one[0], *one[1]] for one in request.tree.get("kwargs", [])]
+
+
+def older_flow(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Workers that hold no kwargs from step to step."""
+    with monkeypatch.context() as patched:
+        patched.setattr("kwflow.swarm.hello.FEATURES", tuple(f for f in FEATURES if f != "sent once"))
+        remote = make_flow("llama", TWO)
+        remote.kwargs()  # they say hello
+    return remote
+
+
+def test_a_kwarg_that_stays_is_sent_once_and_one_that_changes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What equals the step before's is a number on the wire; the values are those of a session that is told all."""
+    remote, told, hidden, v = flow("llama", TWO), older_flow(monkeypatch), random(B, 9, D), random(D, seed=1).clone()
+    lora = {"v_proj": {"A": random(LAYERS, 2, D, seed=2), "B": random(LAYERS, D // 2, 2, seed=3)}}
+    steps: list[tuple[Callable[[], dict[str, Any]], list[Any], list[Any]]] = [  # kwargs; sent to the one and the other
+        (lambda: {"steer": {3: v}, "lora": lora}, [["layers", "lora"]], [["layers", "lora"], [[3], "steer"]]),
+        (lambda: {"steer": {3: v}, "lora": lora}, [0], [0, 1]),
+        (lambda: {"steer": {3: v}, "lora": lora, "edit": kf.add(v, layers=1)}, [0, [[1], "edit"]], [0, 1]),
+        (lambda: {"edit": kf.add(v, layers=1), "lora": lora}, [0, 1], [0]),
+        (lambda: {"steer": {3: v}, "lora": lora}, [0], [0, [[3], "steer"]]),
+        (lambda: {"steer": {3: v.mul_(2)}, "lora": lora}, [0], [0, [[3], "steer"]]),  # the same tensor, other values
+        (lambda: {"steer": {2: v}}, [], [[[2], "steer"]]),
+        (dict, [], []),
+        (lambda: {"steer": {2: v}}, [], [[[2], "steer"]]),
+    ]
+    with Requests(remote) as ours, Requests(told) as theirs, remote.session(9) as session, told.session(9) as other:
+        for at, (kwargs, first, second) in enumerate(steps):
+            given, columns = kwargs(), slice(at, at + 1)
+            assert_bits(
+                session.step(hidden[:, columns], **given), other.step(hidden[:, columns], **given), f"step {at}"
+            )
+            assert [sections(request) for _, request, _ in ours.seen[-2:]] == [first, second], f"step {at}"
+        assert not any(isinstance(one, int) for _, request, _ in theirs.seen for one in sections(request))
+
+
+def test_after_a_step_that_failed_all_is_sent_again() -> None:
+    remote, hidden, v = make_flow("llama", TWO), random(B, 3, D), random(D, seed=1)
+    with Requests(remote) as requests, remote.session(3) as session:
+        session.step(hidden[:, :1], steer={0: v, 3: v})
+        session._route[1] = replace(session._route[1], start=1)  # the second worker does not serve it
+        with pytest.raises(SpanError):
+            session.step(hidden[:, 1:2], steer={0: v, 3: v})
+        session._route[1] = replace(session._route[1], start=2)
+        session.step(hidden[:, 1:2], steer={0: v, 3: v})
+        assert [sections(request) for _, request, _ in requests.seen[-2:]] == [[0], [[[3], "steer"]]]
+
+
+def test_what_a_worker_holds_is_counted_and_freed() -> None:
+    remote, hidden, p = make_flow("gpt2", ONE, kv_bytes=100_000), random(1, 2, D), random(LAYERS, 1, 2, D)
+    with remote.session(4) as session:
+        session.step(hidden)
+        keys = kv_used(remote)[0]
+        session.step(hidden[:, :1], prompts=p)
+        assert kv_used(remote) == [keys + p.nbytes]
+        with pytest.raises(WorkerFull, match="no room for a step's kwargs: they hold 0.4 MB"):
+            session.step(hidden[:, :1], prompts=random(LAYERS, 1, 100_000 // LAYERS // D, D))
+        session.step(hidden[:, :1])
+        assert kv_used(remote) == [keys]
+    settle(remote, [0])
+
+
+def test_a_number_that_a_worker_does_not_hold_is_refused() -> None:
+    remote = make_flow("gpt2", ONE)
+    remote.kwargs()
+    request = Message({"op": "run", "span": [0, 4]}, {"hidden": random(1, 2, D), "kwargs": [0]})
+    with pytest.raises(KwargError, match="a request's kwargs are"):
+        link.run(remote.peers.pool(next(iter(remote.peers.pool._idle)), request))
 
 
 # ---- room

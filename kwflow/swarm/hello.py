@@ -11,7 +11,7 @@ from kwflow import __version__
 from kwflow.blocks import SpanSpec
 from kwflow.wire import PROTOCOL
 
-FEATURES = ("hello", "run", "vjp", "jvp", "vmap", "nested", "float64", "step", "reorder", "rollback")
+FEATURES = ("hello", "run", "vjp", "jvp", "vmap", "nested", "float64", "step", "reorder", "rollback", "sent once")
 
 
 def hello(spec: SpanSpec, model: str, limits: Mapping[str, int], threads: int) -> dict[str, Any]:

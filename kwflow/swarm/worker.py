@@ -117,6 +117,8 @@ class Session:
     length: int = 0
     reordered: int = 0  # the last beam reorder that was applied
     mask: Tensor | None = None  # (batch, max_length) bool, once a column was masked
+    kwargs: Bound | None = None  # the last step's, on the blocks' device: the next one need not bring them again
+    held_bytes: int = 0  # of those
 
     def column_mask(self, given: Tensor | None, start: int, seq: int) -> Tensor | None:
         """Remember this step's columns of the 2-D mask and return it up to their end; None while nothing is masked.
@@ -127,7 +129,7 @@ class Session:
             self.mask = torch.ones(self.batch, self.kv.max_length, dtype=torch.bool)
         if self.mask is None:
             return None
-        self.mask[:, start : start + seq] = True if given is None else given.bool()
+        self.mask[:, start : start + seq] = True if given is None else given.bool().cpu()
         return self.mask[:, : start + seq]
 
     def reorder(self, rows: list[int], length: int) -> None:
@@ -191,7 +193,7 @@ class ClientConnection:
 
     def _release(self) -> None:
         if self.session is not None:
-            self.served.kv_used -= self.session.bytes
+            self.served.kv_used -= self.session.bytes + self.session.held_bytes
             self.session = None
 
     async def _hello(self, request: Message) -> Message:
@@ -243,7 +245,7 @@ class ClientConnection:
     async def _step(self, request: Message) -> Message:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
-        hidden, bound, _ = _read(request.tree, (start, stop))
+        hidden, bound, _ = _read(request.tree, (start, stop), self.session and self.session.kwargs)
         check_hidden(hidden, spec)
         past, seq = _count(meta, "start"), hidden.shape[1]
         reorders = _reorders(meta.get("reorder", []), hidden.shape[0])
@@ -254,6 +256,7 @@ class ClientConnection:
         if past > session.length:
             raise WorkerFailed(f"this worker holds {session.length} columns of the session, the step starts at {past}")
         blocks = spec.part(start, stop)
+        self._hold(session, bound)
 
         def work() -> list[Tensor]:
             captured: list[Tensor] = []
@@ -262,8 +265,8 @@ class ClientConnection:
                     if number > session.reordered:
                         session.reorder(rows, past)
                         session.reordered = number
-                given, mine = _take_mask(bound)
-                mine = mine.with_tensors([tensor.to(spec.device) for tensor in mine.tensors])
+                session.kwargs = bound.with_tensors([_own(tensor, spec.device) for tensor in bound.tensors])
+                given, mine = _take_mask(session.kwargs)
                 mask = session.column_mask(given, past, seq)
                 mask = None if mask is None else mask.to(spec.device)
                 session.length = past  # what stands behind is cropped, also when this step fails
@@ -277,6 +280,17 @@ class ClientConnection:
 
         outputs, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
         return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, outputs)
+
+    def _hold(self, session: Session, bound: Bound) -> None:
+        """Count a step's kwargs, which stay until the next one, in the room for keys and values."""
+        size, limit = sum(tensor.nbytes for tensor in bound.tensors), self.served.limits["kv_bytes"]
+        used = self.served.kv_used - session.held_bytes
+        if used + size > limit:
+            raise WorkerFull(
+                f"no room for a step's kwargs: they hold {size / 1e6:.1f} MB, {(limit - used) / 1e6:.1f} MB are free "
+                f"(workers with more: kwflow worker --kv-mb)"
+            )
+        self.served.kv_used, session.held_bytes = used + size, size
 
     def _opened(self, meta: Mapping[str, Any], batch: int, start: int, stop: int) -> Session:
         if self.session is not None and meta["start"] == 0 and batch != self.session.batch:
@@ -370,14 +384,20 @@ def _count(meta: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _read(tree: Any, span: tuple[int, int]) -> tuple[Tensor, Bound, list[Tensor]]:
-    """What a request carries: hidden, kwargs, and what its operations are given."""
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
+    """On the blocks' device, in memory that holds nothing else of the message it came in."""
+    moved = tensor.to(device)
+    return moved.clone() if moved.untyped_storage().nbytes() > moved.nbytes else moved
+
+
+def _read(tree: Any, span: tuple[int, int], held: Bound | None = None) -> tuple[Tensor, Bound, list[Tensor]]:
+    """What a request carries: hidden, kwargs, and what its operations are given; ``held``: the step before's kwargs."""
     if not isinstance(tree, dict) or not isinstance(tree.get("hidden"), Tensor):
         raise KwargError("a request carries hidden, a tensor, by that name")
     given = tree.get("given", [])
     if not isinstance(given, list) or not all(isinstance(t, Tensor) for t in given):
         raise KwargError("what a request's operations are given is a list of tensors")
-    return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", [])), given
+    return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", []), held), given
 
 
 def _unmapped(operations: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor], bound: Bound) -> list[Tensor]:
