@@ -45,14 +45,18 @@ def prompts(place: Place) -> list[Hook]:
     return [before(place, place.block, add)]
 
 
+def steered(given: Given) -> dict[str, Any]:
+    return given.kwarg("steer", lambda layer: given.tensor("v", "hidden", layer))
+
+
 def steer(place: Place) -> list[Hook]:
     return [behind(place, place.block, lambda value: value + place.x["v"][:, None].to(value.dtype))]
 
 
 def added(place: Place) -> list[Hook]:
     there = place.where(lambda position, prompt: position < prompt)[..., None]
-    v = place.x["v"][:, None]
-    return [behind(place, place.module("resid"), lambda y: torch.where(there, y + 0.5 * v.to(y.dtype), y))]
+    v, a = place.x["v"][:, None], place.x["a"][:, None, None]
+    return [behind(place, place.module("resid"), lambda y: torch.where(there, y + a.to(y.dtype) * v.to(y.dtype), y))]
 
 
 def put(place: Place) -> list[Hook]:
@@ -152,7 +156,7 @@ def head_factors(place: Place) -> list[Hook]:
     return [before(place, place.module("head"), multiply)]
 
 
-# ---- what captures bring back
+# ---- what captures bring back, of steered layers
 
 POINTS = ("attn", "mlp", "head", "resid")
 
@@ -175,7 +179,7 @@ def captured(family: str, flow: Any, hidden: Tensor, kwargs: Mapping[str, Any]) 
 
 
 def keeping(place: Place) -> list[Hook]:
-    hooks: list[Hook] = []
+    hooks = steer(place)
     for point in points_of(place.family):
 
         def keep(value: Tensor, key: tuple[str, int] = (point, place.layer)) -> Tensor:
@@ -232,7 +236,7 @@ ROWS = [
         "stear",
         lambda f: {"steer": kf.axes(random(L, D + 1), "layer hidden")},
         lambda f: {"v": (D,)},
-        lambda g: g.kwarg("steer", lambda n: g.tensor("v", "hidden", n)),
+        steered,
         steer,
     ),
     Row(
@@ -240,8 +244,8 @@ ROWS = [
         "edit",
         "edits",
         lambda f: {"edit": kf.add(random(D + 1), 1)},
-        lambda f: {"v": (D,)},
-        edits(lambda g, n: kf.add(g.tensor("v", "hidden", n), n, at="prompt", scale=0.5)),
+        lambda f: {"v": (D,), "a": ()},
+        edits(lambda g, n: kf.add(g.tensor("v", "hidden", n), n, at="prompt", scale=g.tensor("a", "", n))),
         added,
     ),
     Row(
@@ -298,8 +302,8 @@ ROWS = [
         "capture",
         "captur",
         lambda f: {"capture": kf.Capture(resid=[1]), "at": torch.ones(B, S + 1, dtype=torch.bool)},
-        lambda f: {},
-        lambda g: {"capture": kf.Capture(dict.fromkeys(points_of(g.family), g.layers))},
+        lambda f: {"v": (D,)},
+        lambda g: {**steered(g), "capture": kf.Capture(dict.fromkeys(points_of(g.family), g.layers))},
         keeping,
         result=all_seen,
         run=captured,
