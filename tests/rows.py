@@ -24,7 +24,8 @@ PLACES = (0, 2)  # token positions that every row has
 
 # ---- what holds for the whole call
 
-JUMPS = positions_of(MASK) * 2 + torch.tensor([[5], [0], [1], [2]])
+JUMPS = positions_of(MASK) + torch.tensor([[5], [0], [1], [2]])
+JUMPS = JUMPS + 3 * (JUMPS > 6)  # below longrope's original length, which changes its factors
 SEEN = torch.ones(S + NEW, S + NEW, dtype=torch.bool).tril() & MASK.bool()[:, None, None, :]
 SEEN = SEEN | torch.eye(S + NEW, dtype=torch.bool)  # a row of -inf has no softmax
 

@@ -8,6 +8,7 @@ a check applies is said by the schema that workers announce, and by the row of t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -104,6 +105,9 @@ def local(
             stack.enter_context(LiftFloat32())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         call: dict[str, Any] = {**of_call(row, x, rows, seq, seq)}
+        if seq.start and "position_ids" in inspect.signature(model.forward).parameters:
+            # as in the batch, by columns: not every family's attention is of differences of positions (hunyuan's norms)
+            call.setdefault("position_ids", torch.arange(seq.start, seq.stop)[None])
         out = residual(model, hidden, extra=hooks, **call)
     return row.result(out, where[0])
 
