@@ -233,17 +233,27 @@ SELECTORS: dict[str, Callable[[int, int, int], bool]] = {  # (row, token positio
     "prompt[-1]": lambda row, at, n: at == n - 1,
     "prompt[1]": lambda row, at, n: at == 1,
     "prompt[1:-1]": lambda row, at, n: 1 <= at < n - 1,
+    "prompt[2:]": lambda row, at, n: 2 <= at < n,
     "[2, 7]": lambda row, at, n: at in (2, 7),
+    "of each row": lambda row, at, n: at in EACH_ROW[row],
+    "columns": lambda row, at, n: bool(COLUMNS[row, S - n + at]),
 }
+EACH_ROW = [[3, 15], [5, 14], [0, 2], [6, 9]]  # token positions of the prompt and of what follows
+COLUMNS = random(B, S + 4, seed=7) > 0
+
+
+def at_of(selector: str, columns: slice) -> Any:
+    """``at=`` as it is given in a step of these columns."""
+    special: dict[str, Any] = {"[2, 7]": [2, 7], "of each row": torch.tensor(EACH_ROW), "columns": COLUMNS[:, columns]}
+    return special.get(selector, selector)
 
 
 @every_family
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("chunks", [(14,), (9, 5), (5, 4, 5)])
+@pytest.mark.parametrize("chunks", [(14,), (5, 4, 5)])
 def test_selectors_mean_the_same_token_by_token(family: str, selector: str, chunks: tuple[int, ...]) -> None:
     """Prefill in one piece or several, then four steps: every column equals an uncached run with hooks."""
     assert sum(chunks) == S
-    at = [2, 7] if selector == "[2, 7]" else selector
     chosen, total = SELECTORS[selector], S + 4
     mask = torch.cat([MASK, torch.ones(B, 4).long()], 1)
     hidden = random(B, total, D)
@@ -255,7 +265,7 @@ def test_selectors_mean_the_same_token_by_token(family: str, selector: str, chun
             phase = "prompt" if done < S else "generated"
             more = {"prompt_length": MASK.sum(1)} if phase == "prompt" and len(chunks) > 1 else {}
             columns = slice(done, done + size)
-            given = {"attention_mask": mask[:, : done + size], "edit": kf.add(V, 2, at=at)}
+            given = {"attention_mask": mask[:, : done + size], "edit": kf.add(V, 2, at=at_of(selector, columns))}
             outs.append(s.step(hidden[:, columns], phase=phase, **more, **given))
             done += size
     out, real = torch.cat(outs, 1), mask.bool()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from kwflow.models.spans import load_span
 from tests.oracle import assert_bits, assert_close
 from tests.row import Row
 from tests.rows import ROWS
 from tests.suite import BITWISE, CHECKS, COMPARISONS, DERIVATIVES, REFUSALS, applies
+from tests.tiny import folder, span
 
 FAMILIES = ("llama", "gpt2", "bloom", "gemma2", "mixtral")  # rotary, learned, ALiBi; sliding windows; experts
 CASES = [
@@ -20,6 +24,18 @@ CASES = [
     for check in CHECKS
     if applies(row, family, check)
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def base_weights_stay() -> Iterator[None]:
+    """After every kwarg, derivative and mistake the workers' weights are those of the files, to the bit."""
+    yield
+    for start, stop in ((0, 2), (2, 4)):
+        served, fresh = span("llama", start, stop), load_span(folder("llama"), start, stop)
+        for own, expected in zip(served.params, fresh.params, strict=True):
+            assert own.keys() == expected.keys()
+            for name, tensor in own.items():
+                assert_bits(tensor, expected[name], name)
 
 
 @pytest.mark.parametrize(("family", "row", "check"), CASES)
