@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kwflow as kf
 from kwflow.blocks import LiftFloat32
-from kwflow.errors import CallerError
+from kwflow.errors import CallerError, KwflowError
 from tests.marks import families
 from tests.oracle import Hook, assert_bits, assert_close, hooked, layers_of, residual, with_prompts
 from tests.row import B, D, Given, L, Place, Row
@@ -98,7 +98,7 @@ def answers(remote: Any, number: int) -> list[Tensor]:
     with pytest.raises(CallerError):
         row.run("llama", remote, hidden, row.wrong("llama"))
     if number % 3 == 0:  # a mistake that only a worker sees
-        with pytest.raises(CallerError), torch.no_grad(), remote.session(1 << 30) as session:
+        with pytest.raises(KwflowError), torch.no_grad(), remote.session(1 << 30) as session:
             session.step(hidden)
     found.append(remote(hidden))
     out = row.run("llama", remote, leaf, kwargs)
