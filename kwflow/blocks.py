@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kwflow import adapt
+from kwflow import adapt, prefix
 from kwflow import tree as trees
 from kwflow.axes import Axed, Axes
 from kwflow.bound import Bound
@@ -61,7 +61,7 @@ class Call:
 
     layer_args: Mapping[str, Mapping[str, Any]]  # by kind of layer
     token_position: Tensor | None
-    cache: StepCache | None
+    cache: StepCache | None  # of the layer that runs
     captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by layer and order there
 
 
@@ -229,11 +229,15 @@ def run(
 ) -> Tensor:
     """Run consecutive blocks on ``hidden`` (batch, seq, hidden): prepare once, then one block after the other.
 
-    In a session ``past`` columns stand before these, ``attention_mask`` covers them all, and ``kv`` holds their keys.
-    ``captured`` is filled with what ``capture`` asks for, by layer.
+    In a session ``past`` columns stand before these, ``attention_mask`` covers them all, and ``kv`` holds their keys;
+    a prefix's columns, before them, are counted in neither. ``captured`` is filled with what ``capture`` asks for, by
+    layer.
     """
     if captured is None and bound.captures():
         raise KwargError("capture: blocks run by hand return hidden alone; flow.capture, sessions and generate capture")
+    ahead = prefix.length(bound)
+    if kv is not None:  # a prefix comes with the first step, and stays
+        kv.prefix = ahead = kv.prefix if past else ahead
     given = bound.call()
     mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
     mask = attention_mask if mask is None else mask
@@ -241,13 +245,17 @@ def run(
         mask = mask.expand(hidden.shape[0], -1)  # transformers' mask functions index rows
     with _explained("preparing", blocks[0].layer, hidden, bound):
         kinds = {block.kind for block in blocks}
-        prepared = blocks[0].prepare(hidden, attention_mask=mask, position_ids=positions, past=past, kinds=kinds)
+        seen, before = prefix.before(mask, ahead), past + ahead
+        prepared = blocks[0].prepare(hidden, attention_mask=seen, position_ids=positions, past=before, kinds=kinds)
     where = token_positions(mask, past, hidden.shape[1], hidden.device)
-    call = Call(prepared, where, None if kv is None else StepCache(kv, past))
+    call = Call(prepared, where, None)
     for block, own in zip(blocks, params, strict=True):
         who = "block" if block.custom is None else f"block_fn {getattr(block.custom, '__name__', block.custom)!r}"
         with _explained(who, block.layer, hidden, bound):
-            out = block.apply(own, hidden, call, bound.for_layer(block.layer))
+            kwargs = bound.for_layer(block.layer)
+            mine = prefix.keys_values(kwargs.pop(prefix.NAME, None), hidden)
+            cache = None if kv is None and mine is None else StepCache(kv, before, mine)
+            out = block.apply(own, hidden, replace(call, cache=cache), kwargs)
         if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
             got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
             raise BlockError(
@@ -327,7 +335,7 @@ def own_kwargs(fn: Callable[..., Tensor]) -> tuple[dict[str, Spec], bool]:
     for key, parameter in keyword.items():
         if key == "block":
             continue
-        if key in ("attention_mask", "position_ids"):
+        if key in ("attention_mask", "position_ids", prefix.NAME, prefix.HUGGING_FACE):
             raise KwargError(f"block_fn {name!r} declares {key!r}, which is inside `block` already")
         required, kind = parameter.default is parameter.empty, parameter.annotation
         if isinstance(kind, Axes):
@@ -348,7 +356,9 @@ def own_kwargs(fn: Callable[..., Tensor]) -> tuple[dict[str, Spec], bool]:
 def with_block_fn(span: SpanSpec, fn: Callable[..., Tensor], identity: str) -> SpanSpec:
     """The span with a worker's own ``fn`` around every block; its kwargs join the schema."""
     specs, through = own_kwargs(fn)
-    builtin = {name: spec for name, spec in span.schema.kwargs.items() if through or spec.group == "call"}
+    builtin = {
+        name: spec for name, spec in span.schema.kwargs.items() if through or spec.group == "call" or spec.prefix
+    }
     schema = replace(span.schema, kwargs={**builtin, **specs})
     blocks = tuple(replace(block, custom=fn, own=frozenset(specs), schema=schema) for block in span.blocks)
     return replace(span, blocks=blocks, schema=schema, identity={**span.identity, "block_fn": identity})

@@ -199,14 +199,19 @@ class Flow:
 
     # ---- the client's own part of the model
 
-    def inputs(self, texts: str | Sequence[str] | Mapping[str, Tensor] | Tensor) -> dict[str, Tensor]:
+    def inputs(
+        self, texts: str | Sequence[str] | Mapping[str, Tensor] | Tensor, *, prefix: int = 0
+    ) -> dict[str, Tensor]:
         """Embed texts, token ids or a tokenizer's output: the arguments of a call, ``flow(**flow.inputs("Hello"))``.
 
         ``hidden``, ``attention_mask`` and, where the family's blocks take them, ``position_ids``. Texts of different
-        lengths are padded on the left. Positions count unmasked tokens, as ``generate`` does.
+        lengths are padded on the left. Positions count unmasked tokens, as ``generate`` does, from ``prefix`` on: the
+        columns of a ``prefix_kv=``.
         """
+        if type(prefix) is not int or prefix < 0:
+            raise KwargError(f"prefix is {prefix!r:.40}; give the number of columns of the prefix_kv that is to come")
         ids, mask = token_ids(self.ends, texts)
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0) + prefix
         out = {"hidden": self.embed(ids, position_ids=positions), "attention_mask": mask}
         return {**out, "position_ids": positions} if self.ends.takes_positions else out
 

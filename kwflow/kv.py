@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -16,6 +17,7 @@ class KV:
 
     def __init__(self, start: int, stop: int, max_length: int):
         self.span, self.max_length = (start, stop), max_length
+        self.prefix = 0  # columns that stand before the session's first, of its first step's prefix_kv
         self._layers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(start, stop))
 
     def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,7 +34,8 @@ class KV:
         return like.new_empty(*like.shape[:2], self.max_length, like.shape[3])
 
     def reorder(self, rows: Tensor, length: int) -> None:
-        """Take rows in another order (a beam reorder); only the first ``length`` columns are kept."""
+        """Take rows in another order (a beam reorder); the prefix and the first ``length`` columns are kept."""
+        length += self.prefix
         for layer, held in self._layers.items():
             if held is not None:
                 rows = rows.to(held[0].device)
@@ -43,15 +46,24 @@ class KV:
 
 
 class StepCache:
-    """What a Hugging Face attention layer sees as its cache during one step."""
+    """What a Hugging Face attention layer sees as its cache during one call or step.
+
+    ``start``: columns that stand before these, a prefix's too. ``prefix``: keys and values of the first columns, which
+    come with this call. Without a KV nothing is kept and nothing written in place, so that derivatives can be taken.
+    """
 
     is_compileable = False
 
-    def __init__(self, kv: KV, start: int):
-        self._kv, self._start = kv, start
+    def __init__(self, kv: KV | None, start: int, prefix: tuple[Tensor, Tensor] | None = None):
+        self._kv, self._start, self._prefix = kv, start, prefix
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return self._kv.write(layer_idx, self._start, keys, values)
+        start = self._start
+        if self._prefix is not None:  # a layer may keep other dtypes than hidden's
+            start -= self._prefix[0].shape[2]
+            joined = zip(self._prefix, (keys, values), strict=True)
+            keys, values = (torch.cat([first.to(new.dtype), new], 2) for first, new in joined)
+        return (keys, values) if self._kv is None else self._kv.write(layer_idx, start, keys, values)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._start

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow import adapt, captures, edits
+from kwflow import adapt, captures, edits, prefix
 from kwflow import tree as trees
 from kwflow.axes import Axed, bind, check_sizes, describe, expansions, without_layer
 from kwflow.bound import Bound, Layers, Span, name_in
@@ -77,6 +77,7 @@ def bind_kwargs(
     """
     found: dict[Layers, dict[str, Any]] = {"call": {}, "layers": {}}
     at_points: dict[str, Any] = {}
+    kwargs = prefix.named(kwargs, span[1] - span[0])
     for name, value in kwargs.items():
         if value is None and any(name in schema.refused for _, schema in schemas):
             continue
@@ -88,7 +89,7 @@ def bind_kwargs(
             if isinstance(value, PerLayer):
                 raise KwargError(f"{name} cannot stand in kf.per_layer: it says its layers itself, kf.add(…, layers=)")
             at_points[name] = value
-        elif isinstance(value, PerLayer) or (spec.by_layer and isinstance(value, Mapping)):
+        elif isinstance(value, PerLayer) or (spec.by_layer and _of_layers(value, spec)):
             if spec.group == "call":
                 raise KwargError(f"{name} holds for the whole call: it cannot differ by layer")
             for layer, own in _by_layer(name, value, span).items():
@@ -107,7 +108,9 @@ def bind_kwargs(
         for number, (layers, entry) in enumerate(_AT_POINTS[name].lower(value, span, columns)):
             what = f"{name}[{number}]"
             bound.append((layers, _bind_section(layers, {name: [entry]}, schemas, span, sizes, what)))
-    return Bound.of(span, bound)
+    made = Bound.of(span, bound)
+    prefix.check_call(made)
+    return made
 
 
 def check_bound(bound: Bound, schema: Schema, sizes: Mapping[str, int]) -> None:
@@ -161,6 +164,10 @@ def _bind_entries(name: str, value: Any, place: Place) -> list[Any]:
 
 def _bind_adapters(name: str, value: Any, place: Place) -> Any:
     return adapt.check(name, value, place.projections, place.sizes, place.what, own_layer=place.own_layer)
+
+
+def _bind_prefix(name: str, value: Any, place: Place) -> Any:
+    return prefix.check(value, place.sizes, place.what, own_layer=place.own_layer)
 
 
 def _projections(schemas: Sequence[tuple[Span, Schema]], spans: Sequence[Span]) -> adapt.Projections:
@@ -219,6 +226,11 @@ def _refuse_missing(
                 raise KwargError(
                     f"layers {without} need {name!r} ({spec.says()}): the worker's block_fn has no default"
                 )
+
+
+def _of_layers(value: Any, spec: Spec) -> bool:
+    """Whether a value is ``{layer: value}``."""
+    return isinstance(value, Mapping) and not (spec.prefix and prefix.is_pair(value))
 
 
 def _by_layer(name: str, value: PerLayer | Mapping[int, Any], span: Span) -> dict[int, Any]:
@@ -281,5 +293,6 @@ def _fits(names: tuple[str, ...], signature: str) -> bool:
 _BINDERS: dict[str, Callable[[str, Any, Place], Any]] = {  # by Spec.kind: how a kwarg's tensors get their axes
     "points": _bind_entries,
     "projections": _bind_adapters,
+    "prefix": _bind_prefix,
     "values": _bind_value,
 }

@@ -21,12 +21,14 @@ class Spec:
     required: bool = False
     points: tuple[str, ...] = ()  # it acts at these points of a layer, at token positions (edit, capture)
     projections: str = ""  # it acts at projections (lora, ia3); what it takes, in words
+    prefix: str = ""  # it stands before the columns (prefix_kv); what it takes, in words
     group: str = "layers"
 
     @property
     def kind(self) -> str:
-        """How it is given: entries that act at points, adapters of projections, or values with axes."""
-        return "points" if self.points else "projections" if self.projections else "values"
+        """How it is given: entries that act at points, adapters of projections, a prefix, or values with axes."""
+        named = {"points": self.points, "projections": self.projections, "prefix": self.prefix}
+        return next((kind for kind, said in named.items() if said), "values")
 
     @property
     def signatures(self) -> tuple[str, ...]:
@@ -36,8 +38,8 @@ class Spec:
         """What the kwarg takes, for an error message."""
         if self.points:
             return "what kf.add, kf.put, kf.scale, kf.project_out or kf.Capture make"
-        if self.projections:
-            return self.projections
+        if self.projections or self.prefix:
+            return self.projections or self.prefix
         forms = [repr(signature) for signature in self.signatures] + list(self.scalars)
         return " | ".join(forms) or "a tree whose tensors are declared with kf.axes"
 
@@ -80,6 +82,7 @@ ATTENTION_MASK = Spec(forms=(("batch key", ("int", "bool")), ("batch head seq ke
 POSITION_IDS = Spec(forms=(("batch seq", ("int",)),), group="call")
 LORA = Spec(projections="{projection: {'A': 'layer [batch] rank in', 'B': 'layer [batch] out rank', 'scale': number}}")
 IA3 = Spec(projections="{projection: 'layer [batch] out'}, or 'in' where declared so")
+PREFIX_KV = Spec(prefix="{'k': tensor, 'v': tensor} with axes 'layer batch kv_head prefix head_dim'", by_layer=True)
 HEAD_MASK = Spec(forms=(("layer [batch] head", ("float", "int", "bool")),), by_layer=True)
 
 
@@ -94,7 +97,7 @@ def schema(
     """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits act;
     ``projections``: where adapters do."""
     at_points = {"edit": Spec(points=points), "capture": Spec(points=points)}
-    kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, **at_points}
+    kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, "prefix_kv": PREFIX_KV, **at_points}
     if projections:
         kwargs |= {"lora": LORA, "ia3": IA3}
     if "head" in points:

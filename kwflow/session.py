@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow import link
+from kwflow import link, prefix
 from kwflow.axes import Axed, describe
 from kwflow.bound import Bound, is_wrapped
 from kwflow.captures import Capture, pick
@@ -35,14 +35,15 @@ class Session:
             out = s.step(**flow.inputs(["The weather in Paris is"]))      # (1, 5, hidden)
             out = s.step(**s.inputs(next_ids), steer={12: v})             # (1, 1, hidden)
 
-    ``position``: columns so far. A remembered attention_mask is extended by ones when a step gives none.
+    ``position``: columns so far; ``prefix``: columns of the first step's prefix_kv before them, for which max_length
+    has room too. A remembered attention_mask is extended by ones when a step gives none.
     """
 
     def __init__(self, flow: Flow, max_length: int):
         if not isinstance(max_length, int) or max_length < 1:
             raise SessionError(f"max_length is {max_length!r}; give the number of columns to keep room for")
         self.flow, self.max_length = flow, max_length
-        self.position = 0
+        self.position = self.prefix = 0
         self.batch: int | None = None
         self.closed = False
         self._mask: Tensor | None = None  # (batch, position) bool
@@ -106,6 +107,7 @@ class Session:
             except TimeoutError as error:
                 raise DeadlineError(f"a step did not end in {timeout:g} s (flow.options(timeout=…))") from error
             self._running = None
+            self.prefix = self.prefix if self.position else prefix.length(bound)
             self.position += hidden.shape[1]
             self.batch = hidden.shape[0]
             self._mask = mask
@@ -127,7 +129,7 @@ class Session:
             raise ShapeError(f"token ids are {describe(tokens)}; the session has {self.batch} rows")
         past = self._mask if self._mask is not None else torch.ones(tokens.shape[0], self.position, dtype=torch.bool)
         whole = torch.cat([past.to(torch.long), mask.to(torch.long)], 1)
-        positions = (whole.cumsum(-1) - 1).clamp(min=0)[:, self.position :]
+        positions = (whole.cumsum(-1) - 1).clamp(min=0)[:, self.position :] + self.prefix
         if self._positions is not None and self.position:
             positions = self._positions[:, -1:] + mask.long().cumsum(-1)
         out = {"hidden": self.flow.embed(tokens, position_ids=positions.to(tokens.device))}
@@ -160,7 +162,7 @@ class Session:
         if type(position) is not int or not 0 <= position <= self.position:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
         with self._turn:
-            self.position = position
+            self.position, self.prefix = position, self.prefix if position else 0
             self._prompt_columns = min(self._prompt_columns, position)
             self._end_was = self._end_was if position else None
             for capture in self._captures:
@@ -182,7 +184,8 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"columns {self.position} of {self.max_length}"
+        state = "closed" if self.closed else f"columns {self.prefix + self.position} of {self.max_length}"
+        state += f" with a prefix of {self.prefix}" if self.prefix else ""
         return f"Session({self.flow.ends.name}, layers {self.flow.start}:{self.flow.stop}, {state}, batch {self.batch})"
 
     # ---- one step
@@ -193,10 +196,20 @@ class Session:
         check_hidden(hidden, self.flow.ends.hidden_size)
         if self.batch is not None and hidden.shape[0] != self.batch:
             raise SessionError(f"the session has {self.batch} rows, hidden is {describe(hidden)}")
-        if self.position + hidden.shape[1] > self.max_length:
+
+    def _ahead(self, bound: Bound, start: int, stop: int) -> int:
+        """Columns of the prefix: this step's if it is the first, else the one there is. Raises SessionError."""
+        given = prefix.length(bound)
+        if given and start:
             raise SessionError(
-                f"columns {self.position}:{self.position + hidden.shape[1]} do not fit max_length {self.max_length}"
+                f"prefix_kv stands before column 0, and the session has columns 0:{start}: give it with the first "
+                f"step (rollback(0) begins again)"
             )
+        ahead = self.prefix if start else given
+        if ahead + stop > self.max_length:
+            also = f" behind a prefix of {ahead}" if ahead else ""
+            raise SessionError(f"columns {start}:{stop}{also} do not fit max_length {self.max_length}")
+        return ahead
 
     def _bind(
         self,
@@ -221,11 +234,15 @@ class Session:
         if prompt is not None:
             self._check_end(start, prompt)
         bound = bind(self._route, self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
+        ahead = self._ahead(bound, start, stop)
+        if positions is not None:
+            own = None if remembered is None else remembered[:, start:]
+            prefix.check_positions(ahead, called.call()["position_ids"].tensor, own)
         bound = bound.repeat_rows(repeats)
         tensors = (hidden, *bound.tensors, *called.tensors)
         if any(is_wrapped(t) for t in tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
             raise SessionError("a session is not differentiable: use flow(...) for gradients, or torch.no_grad()")
-        if positions is not None and self._positions is None and _are_columns(positions, start):
+        if positions is not None and self._positions is None and _are_columns(positions, ahead + start):
             return (
                 bound.joined(sent.without("position_ids")),
                 remembered,
@@ -233,7 +250,9 @@ class Session:
                 columns,
             )  # what a worker takes them for anyway
         if positions is not None:
-            before = torch.arange(start).expand(batch, start) if self._positions is None else self._positions
+            before = (
+                torch.arange(ahead, ahead + start).expand(batch, start) if self._positions is None else self._positions
+            )
             positions = torch.cat([before, called.call()["position_ids"].tensor.expand(batch, seq)], 1)
         return bound.joined(sent), remembered, positions, columns
 

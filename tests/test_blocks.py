@@ -205,7 +205,7 @@ def test_a_block_fn_without_kw_takes_its_own_only() -> None:
     remote = make_flow("gpt2", (4,), block_fn=only)
     hidden = random(1, 3, HIDDEN)
     remote(hidden, scale=2.0, attention_mask=torch.ones(1, 3).long())
-    with pytest.raises(UnknownKwarg, match="take attention_mask, scale"):
+    with pytest.raises(UnknownKwarg, match="take attention_mask, prefix_kv, scale"):
         remote(hidden, steer={1: torch.ones(HIDDEN)})
 
 

@@ -34,7 +34,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 PARTS = {
     "words": ["errors", "axes", "tree", "link", "wire"],
     "core": [
-        *("blocks", "positions", "points", "edits", "captures", "projections", "adapt", "kv"),
+        *("blocks", "positions", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
         *("schema", "bound", "kwargs", "derive"),
     ],
     "client": ["plan", "flow", "session"],

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kwflow import prefix
 from kwflow.captures import Capture
 from kwflow.edits import Edit
 from kwflow.errors import KwargError, UnknownKwarg, UnsupportedError, did_you_mean
@@ -28,6 +29,7 @@ from kwflow.models.ends import bridged, layer_dropouts
 from kwflow.models.prepare import arguments, cache_argument
 from kwflow.models.remote_cache import RemoteCache
 from kwflow.models.tuning import NONE, Tuning, load_tuned, prefixing, save_tuned, saved_names
+from kwflow.positions import token_position
 from kwflow.tree import flatten
 
 
@@ -39,6 +41,7 @@ class During:
     prompt: int | None = None  # columns of the prompt
     prompt_tokens: Tensor | None = None  # tokens of each row's prompt
     cache: Any = None  # whose prompt it is: guidance runs another sequence beside it
+    ahead: int = 0  # columns of the prefix_kv before it
 
 
 NOTHING = During({})
@@ -81,14 +84,29 @@ class Distributed:
         mask = call.pop("attention_mask", None)
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.is_floating_point():
             mask = mask.long()  # as transformers takes it; what is not 0 or 1 is refused further on
-        own = {**during.get().kwargs, **own}
+        begins = cache is None or cache.session.position == 0
+        shared = {n: value for n, value in during.get().kwargs.items() if begins or n != prefix.NAME}
+        own = {**shared, **own}
         self.tuning.check(own, mask)
+        ahead = columns_of(own) if cache is None or begins else cache.session.prefix
+        self._place(call, mask, cache, ahead)
         if cache is not None:
             call[cache_name] = cache
         if _covers(mask, call, cache):  # some families derive positions from it
             call["attention_mask"] = mask
-        with bridged(functools.partial(self._run_layers, own, mask, cache)), prefixing(self.tuning):
+        with bridged(functools.partial(self._run_layers, own, mask, cache)), prefixing(self.tuning, ahead):
             return super().forward(**call, use_cache=cache is not None)  # type: ignore[misc]
+
+    def _place(self, call: dict[str, Any], mask: Any, cache: RemoteCache | None, ahead: int) -> None:
+        """Say the positions behind a prefix of ``ahead`` columns where nobody did: transformers does not see it."""
+        if not ahead or call.get("position_ids") is not None or "position_ids" not in _forward_names(type(self)):
+            return
+        inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
+        if isinstance(inputs, Tensor) and inputs.dim() > 1:
+            past, seq = 0 if cache is None else cache.get_seq_length(), inputs.shape[1]
+            counted = getattr(self.flow.ends, "counts_mask", False) and isinstance(mask, Tensor) and mask.dim() == 2
+            positions = token_position(mask, seq) if counted else torch.arange(past, past + seq)[None]
+            call["position_ids"] = positions.clamp(min=0).to(inputs.device) + ahead
 
     def _run_layers(
         self,
@@ -99,8 +117,8 @@ class Distributed:
         layer_kwargs: Mapping[str, Any],
     ) -> Tensor:
         """What the stand-in layer does: one call of the flow, or one step of the session."""
-        first = cache is None or cache.session.position == 0
-        step = {**own, **(self.tuning.kwargs() if first else {}), "attention_mask": self.tuning.mask(mask)}
+        begins = cache is None or cache.session.position == 0
+        step = {**own, **(self.tuning.kwargs() if begins else {}), "attention_mask": self.tuning.mask(mask)}
         if self.flow.ends.takes_positions and layer_kwargs.get("position_ids") is not None:
             step["position_ids"] = layer_kwargs["position_ids"]
         if cache is None:
@@ -117,7 +135,8 @@ class Distributed:
         if cache is not None and not isinstance(cache, RemoteCache):
             raise KwargError(f"{name} is a {type(cache).__name__}; give the cache that this model returned")
         if cache is None and wanted and not self._differentiates([*own.values(), call.get("inputs_embeds")]):
-            return RemoteCache(self.flow.session(self._room()), prefix=self.tuning.length)
+            ahead = columns_of({**during.get().kwargs, **own})
+            return RemoteCache(self.flow.session(ahead + self._room()), prefix=self.tuning.length)
         return cache
 
     def _room(self) -> int:
@@ -137,7 +156,7 @@ class Distributed:
 
         Raises UnknownKwarg for what neither side takes: a family's ``**kwargs`` would swallow it without a word.
         """
-        theirs = known | _forward_names(type(self))
+        kwargs, theirs = prefix.named(kwargs, len(self.flow)), known | _forward_names(type(self))
         if kwargs.keys() <= theirs:
             return {}, dict(kwargs)
         taken = self.flow.kwargs()
@@ -181,6 +200,13 @@ class Distributed:
     def _keys_to_ignore_on_save(self) -> set[str]:
         """transformers' Trainer does not miss these when it resumes."""
         return set(self.state_dict()) - saved_names(self)  # type: ignore[attr-defined]
+
+
+def columns_of(own: Mapping[str, Any]) -> int:
+    """How many columns the kwargs' prefix has; what is wrong with it is said further on."""
+    leaves = flatten(_tensors_of(own.get(prefix.NAME)))[0]
+    tensors = [leaf if isinstance(leaf, Tensor) else leaf.tensor for leaf in leaves]
+    return tensors[0].shape[-2] if tensors and tensors[0].dim() > 1 else 0
 
 
 def _tensors_of(value: Any) -> Any:

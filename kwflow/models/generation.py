@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kwflow.axes import Axed
-from kwflow.errors import KwargError, UnsupportedError
-from kwflow.models.distributed import EXTRAS, NOT_SENT, Distributed, During, during
+from kwflow.errors import KwargError, SessionError, UnsupportedError
+from kwflow.models.distributed import EXTRAS, NOT_SENT, Distributed, During, columns_of, during
 from kwflow.models.prepare import arguments, cache_argument
 from kwflow.models.remote_cache import RemoteCache
 from kwflow.models.spans import quiet
@@ -44,18 +44,22 @@ class Generates(Distributed):
         call = arguments(super().generate, args, given)  # type: ignore[misc]
         settings = self._settings(call)
         self._refuse(own, call, settings)
-        cache_name, mine = cache_argument(self.forward), None
+        cache_name, mine, ahead = cache_argument(self.forward), None, columns_of(own)
         if call.get(cache_name) is None and call.get("past_key_values") is None:
             repeats = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-            columns = self.tuning.length + _columns(call, settings)
+            columns = ahead + self.tuning.length + _columns(call, settings)
             if settings.return_dict_in_generate:  # the caller gets the cache, and may go on from it
-                session = self.flow.session(max(columns, self._room()))
+                session = self.flow.session(max(columns, ahead + self._room()))
             else:
                 session = mine = self.flow.session(columns)
             call[cache_name] = RemoteCache(session, repeats, self.tuning.length)
         call["use_cache"] = True  # whatever the model's config says (mpt's: no): the session is the cache
         cache = call.get("past_key_values") if call.get(cache_name) is None else call[cache_name]
-        token = during.set(During(own, *self._prompt(call, settings.pad_token_id), cache))
+        if isinstance(cache, RemoteCache) and cache.session.position:
+            if ahead:
+                raise SessionError(f"generate: prefix_kv stands before column 0, and the cache holds {cache!r}")
+            ahead = cache.session.prefix
+        token = during.set(During(own, *self._prompt(call, settings.pad_token_id), cache, ahead))
         try:
             return super().generate(**call)  # type: ignore[misc]
         finally:
@@ -73,6 +77,10 @@ class Generates(Distributed):
             return columns, None  # the session counts them
         # of a cache that goes on, the ids may be the new ones alone; the mask has all columns
         return self.tuning.length + mask.shape[1], (self.tuning.length + mask.sum(1)).long().cpu()
+
+    def _prepare_position_ids_for_generation(self, *args: Any) -> Tensor:
+        """transformers counts tokens; those of this call stand behind its prefix."""
+        return super()._prepare_position_ids_for_generation(*args) + during.get().ahead  # type: ignore[misc]
 
     def generate_batch(self, *_: Any, **__: Any) -> Any:
         """Refused: transformers' continuous batching keeps paged keys and values in this process."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow import adapt
+from kwflow import adapt, prefix
 from kwflow.bound import Bound
 from kwflow.edits import add_prompts, add_steer, apply
 from kwflow.errors import KwargError
@@ -41,12 +41,13 @@ def edit_hooks(
 ) -> list[Any]:
     """Hooks for the kwargs of ``bound``'s layers, in the order in which a block does them; handles to remove them.
 
-    ``where``: token positions (batch, seq); ``shape``: of hidden. Raises KwargError for kwargs that no hook can do.
+    ``where``: token positions (batch, seq); ``shape``: of hidden. A prefix_kv is not a hook's, but a cache's. Raises
+    KwargError for kwargs that no hook can do.
     """
     handles = []
     for number in range(bound.start, bound.stop):
         layer, own = layers[number], bound.for_layer(number)
-        if unknown := set(own) - {"prompts", "steer", "edit", "lora", "ia3", "head_mask"}:
+        if unknown := set(own) - {"prompts", "steer", "edit", "lora", "ia3", "head_mask", prefix.NAME}:
             raise KwargError(f"a Hugging Face model has no kwarg {sorted(unknown)[0]!r} to compare with")
         if "prompts" in own:
             assert where is not None

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kwflow import prefix
 from kwflow.blocks import precision, run, upcast
 from kwflow.bound import Bound
 from kwflow.edits import token_positions
@@ -19,6 +20,7 @@ from kwflow.errors import KwargError, SpanError, UnsupportedError
 from kwflow.models.checkpoint import model_path
 from kwflow.models.families import blank_inputs, family_of, layer_list
 from kwflow.models.hooks import edit_hooks, on_input, on_output
+from kwflow.models.prepare import cache_argument
 from kwflow.models.quantize import as_pure, mode_of
 from kwflow.models.spans import config_attention, load_span, model_name, quiet
 
@@ -92,9 +94,12 @@ class HuggingFace:
         call = {name: leaf.tensor for name, leaf in bound.call().items()}
         if (mask := call.get("attention_mask")) is not None and mask.dim() == 2:
             call["attention_mask"] = mask.expand(hidden.shape[0], -1)
+        where = token_positions(call.get("attention_mask"), 0, hidden.shape[1], hidden.device)
+        if ahead := prefix.length(bound):
+            call["attention_mask"] = prefix.before(call.get("attention_mask"), ahead)
+            call[cache_argument(base.forward)] = _prefilled(bound, len(layers), hidden)
         if self.family.counts_mask:  # it would count a 4-D mask; learned positions are in hidden already
             call["position_ids"] = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        where = token_positions(call.get("attention_mask"), 0, hidden.shape[1], hidden.device)
         seen: list[Tensor] = []
         hooks = []
 
@@ -108,6 +113,19 @@ class HuggingFace:
             for hook in hooks:
                 hook.remove()
         return seen[0]
+
+
+def _prefilled(bound: Bound, layers: int, hidden: Tensor) -> Any:
+    """transformers' own cache with a prefix in it; the layers that are not asked for get zeros."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    given = {n: prefix.keys_values(bound.for_layer(n)[prefix.NAME], hidden) for n in range(bound.start, bound.stop)}
+    blank = [torch.zeros_like(t) for t in given[bound.start] or ()]
+    for number in range(layers):
+        k, v = given.get(number) or blank
+        cache.update(k, v, number)
+    return cache
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:

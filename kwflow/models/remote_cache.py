@@ -40,7 +40,7 @@ class RemoteLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return self.session.max_length - self.hidden
+        return self.session.max_length - self.session.prefix - self.hidden
 
     def crop(self, tokens_to_remove: int) -> None:
         left = self.session.position - self.prefix - abs(tokens_to_remove)

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Tuning:
     mode: str | None = None
     prompts: Tensor | None = None
     deep: Tensor | None = None
+    ahead: int = 0  # columns of the prefix_kv that stands before the prompts
 
     @property
     def length(self) -> int:
@@ -69,9 +70,9 @@ _tuning: ContextVar[Tuning] = ContextVar("kwflow_tuning", default=NONE)
 
 
 @contextmanager
-def prefixing(tuning: Tuning) -> Iterator[None]:
-    """Within, base models stand behind the trained prompts."""
-    token = _tuning.set(tuning)
+def prefixing(tuning: Tuning, ahead: int = 0) -> Iterator[None]:
+    """Within, base models stand behind the trained prompts, and these behind ``ahead`` columns of a prefix_kv."""
+    token = _tuning.set(replace(tuning, ahead=ahead))
     try:
         yield
     finally:
@@ -101,7 +102,7 @@ class Prefixed:
             call["inputs_embeds"] = torch.cat([before, embeds], 1)
         call["attention_mask"] = tuning.mask(call.get("attention_mask"))
         if call.get("position_ids") is not None:  # tokens' own: they stand behind the prompts
-            call["position_ids"] = _behind(call["position_ids"], tuning.length, first)
+            call["position_ids"] = _behind(call["position_ids"], tuning, first)
         with nullcontext() if cache is None else cache.whole():
             out = super().forward(**call)  # type: ignore[misc]
         if first and isinstance(out, tuple):
@@ -111,10 +112,10 @@ class Prefixed:
         return out
 
 
-def _behind(positions: Tensor, length: int, first: bool) -> Tensor:
-    if not first:
-        return positions + length
-    return torch.cat([torch.arange(length).expand(len(positions), length), positions + length], 1)
+def _behind(positions: Tensor, tuning: Tuning, first: bool) -> Tensor:
+    behind = positions + tuning.length
+    own = torch.arange(tuning.ahead, tuning.ahead + tuning.length).expand(len(positions), -1)
+    return torch.cat([own, behind], 1) if first else behind
 
 
 @functools.cache

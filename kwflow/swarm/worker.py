@@ -41,6 +41,7 @@ from kwflow.errors import (
 )
 from kwflow.kv import KV
 from kwflow.kwargs import check_bound
+from kwflow.prefix import length
 from kwflow.swarm.hello import features, hello
 from kwflow.wire import Message
 
@@ -250,9 +251,14 @@ class ClientConnection:
         past, seq = _count(meta, "start"), hidden.shape[1]
         reorders = _reorders(meta.get("reorder", []), hidden.shape[0])
         check_bound(bound, spec.schema, {**_sizes(hidden), "key": _key_size(bound, past, seq)})
+        ahead = length(bound)
+        if ahead and past:
+            raise SessionError(f"prefix_kv stands before column 0, the step starts at {past}")
         session = self._opened(meta, hidden.shape[0], start, stop)
-        if past + seq > session.kv.max_length:
-            raise SessionError(f"columns {past}:{past + seq} do not fit max_length {session.kv.max_length}")
+        ahead = session.kv.prefix if past else ahead
+        if ahead + past + seq > session.kv.max_length:
+            also = f" behind a prefix of {ahead}" if ahead else ""
+            raise SessionError(f"columns {past}:{past + seq}{also} do not fit max_length {session.kv.max_length}")
         if past > session.length:
             raise WorkerFailed(f"this worker holds {session.length} columns of the session, the step starts at {past}")
         blocks = spec.part(start, stop)
