@@ -120,5 +120,9 @@ class Row:
     run: Callable[[str, Any, Tensor, Mapping[str, Any]], Tensor] = hidden_of  # what is compared, of a flow's call
     result: Callable[[Tensor, Place], Tensor] = lambda out, place: out  # the same, of the oracle's
     kept: Callable[[Tensor], Tensor] = lambda mask: mask.bool()  # where it is compared
+    cache: Callable[[list[Mapping[str, Tensor]], int], Any] | None = (
+        None  # what stands before, from each layer's values
+    )
+    ahead: int = 0  # columns that it stands for; a session is given it with its first step only
     exact: bool = True  # to the bit where law 1 says so: the oracle's arithmetic is the same
     in_generate: bool = True

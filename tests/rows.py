@@ -157,6 +157,22 @@ def head_factors(place: Place) -> list[Hook]:
     return [before(place, place.module("head"), multiply)]
 
 
+def prefix_sizes(family: str) -> dict[str, tuple[int, ...]]:
+    sizes = span(family, 0, L).schema.sizes
+    widths = {"k": sizes.get("key_dim", sizes["head_dim"]), "v": sizes.get("value_dim", sizes["head_dim"])}
+    return {name: (sizes["kv_head"], P, width) for name, width in widths.items()}
+
+
+def filled(by_layer: list[Mapping[str, Tensor]], batch: int) -> Any:
+    """transformers' own cache, with the prefix in it."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer, x in enumerate(by_layer):
+        cache.update(x["k"].expand(batch, -1, -1, -1), x["v"].expand(batch, -1, -1, -1), layer)
+    return cache
+
+
 # ---- what captures bring back, of steered layers
 
 POINTS = ("attn", "mlp", "head", "resid")
@@ -297,6 +313,16 @@ ROWS = [
         lambda f: {"m": (HEADS,)},
         lambda g: g.kwarg("head_mask", lambda n: g.tensor("m", "head", n)),
         head_factors,
+    ),
+    Row(
+        "prefix_kv",
+        "prefix_kv",
+        "prefix_kvs",
+        lambda f: {"prefix_kv": {name: random(L, B, *size[:2], 7) for name, size in prefix_sizes(f).items()}},
+        prefix_sizes,
+        lambda g: {"prefix_kv": dict(g.leaves)},
+        cache=filled,
+        ahead=P,
     ),
     Row(
         "capture",

@@ -23,7 +23,7 @@ from kwflow.blocks import LiftFloat32
 from kwflow.errors import KwflowError, ShapeError, UnknownKwarg
 from kwflow.models.families import family_of
 from tests.configs import config
-from tests.oracle import assert_bits, hooked, layers_of, residual
+from tests.oracle import assert_bits, cache_name, hooked, layers_of, residual
 from tests.row import EVERY, MASK, NEW, B, D, Given, L, Place, Row, S
 from tests.rows import flat
 from tests.table import Compared, distributed, positions, reference
@@ -86,6 +86,18 @@ def places(
     return [Place(family, blocks[n], n, own[i], mask, prompt, seen) for i, n in enumerate(layers)]
 
 
+def behind(row: Row, model: Any, where: list[Place]) -> dict[str, Any]:
+    """The cache that a row begins with, by its name in the model; empty where there is none."""
+    if row.cache is None:
+        return {}
+    return {cache_name(model): row.cache([place.x for place in where], len(where[0].mask))}
+
+
+def longer(row: Row, mask: Tensor) -> Tensor:
+    """The mask with the columns that stand before."""
+    return torch.cat([torch.ones(len(mask), row.ahead, dtype=mask.dtype), mask], 1)
+
+
 def local(
     row: Row,
     family: str,
@@ -104,10 +116,12 @@ def local(
         if wide:
             stack.enter_context(LiftFloat32())
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-        call: dict[str, Any] = {**of_call(row, x, rows, seq, seq)}
+        call: dict[str, Any] = {**of_call(row, x, rows, seq, seq)} | behind(row, model, where)
+        if row.ahead:
+            call["attention_mask"] = longer(row, call["attention_mask"])
         if seq.start and "position_ids" in inspect.signature(model.forward).parameters:
             # as in the batch, by columns: not every family's attention is of differences of positions (hunyuan's norms)
-            call.setdefault("position_ids", torch.arange(seq.start, seq.stop)[None])
+            call.setdefault("position_ids", row.ahead + torch.arange(seq.start, seq.stop)[None])
         out = residual(model, hidden, extra=hooks, **call)
     return row.result(out, where[0])
 
@@ -155,9 +169,10 @@ def per_row(row: Row, family: str, dtype: torch.dtype) -> Compared:
     hidden, x = inputs(dtype), leaves(row, family, dtype, rows=B)
     out, keep, found = ours(row, family, flow(family, TWO, dtype), hidden, x), row.kept(MASK[:, PROMPT]), []
     for number, pads in enumerate((S - MASK[:, PROMPT].sum(1)).tolist()):
-        one, seq = slice(number, number + 1), slice(pads, S)
-        expected = local(row, family, hidden[one, seq], x, one, seq)
-        found.append((f"row {number}", out[one][keep[one]][None], expected))
+        # sliding windows count pads: they push a prefix away, in transformers too
+        one, seq = slice(number, number + 1), PROMPT if row.ahead else slice(pads, S)
+        expected = local(row, family, hidden[one, seq], x, one, seq)[row.kept(MASK[one, seq])]
+        found.append((f"row {number}", out[one][keep[one]], expected))
     return found
 
 
@@ -166,11 +181,12 @@ def session(row: Row, family: str, dtype: torch.dtype) -> Compared:
     """A prefill and steps: as an uncached run of all columns."""
     hidden, x, outs = inputs(dtype, ALL), leaves(row, family, dtype, rows=B), []
     kwargs = row.given(given(row, family, x))
-    with flow(family, TWO, dtype).session(S + NEW) as opened:
+    with flow(family, TWO, dtype).session(S + NEW + row.ahead) as opened:
         for start, stop in ((0, S), *((n, n + 1) for n in range(S, S + NEW))):
             own = of_call(row, x, slice(None), slice(start, stop), slice(0, stop))
             phase: Any = "generated" if start else "prompt"
-            outs.append(opened.step(hidden[:, start:stop], phase=phase, **own, **kwargs))
+            static = {} if start and row.ahead else kwargs
+            outs.append(opened.step(hidden[:, start:stop], phase=phase, **own, **static))
     out = flat(kwargs["capture"]) if "capture" in kwargs else torch.cat(outs, 1)
     keep = row.kept(MASK)
     return [("every column", out[keep], local(row, family, hidden, x, seq=ALL)[keep])]
@@ -185,8 +201,9 @@ def generate(row: Row, family: str, dtype: torch.dtype) -> Compared:
     made = distributed(family, dtype).generate(**call, output_logits=True, return_dict_in_generate=True, **kwargs)
     where = places(row, family, model, x, seq=ALL)
     with hooked([hook for place in where for hook in row.hooks(place)]):
-        text = made.sequences[:, : S + NEW]
-        logits = model(input_ids=text, attention_mask=MASK, use_cache=True, **positions(model, MASK, S + NEW)).logits
+        text, mask = made.sequences[:, : S + NEW], longer(row, MASK)
+        more = {**positions(model, mask, S + NEW), **behind(row, model, where)}
+        logits = model(input_ids=text, attention_mask=mask, use_cache=True, **more).logits
     logits = logits[:, S - 1 :]
     assert torch.equal(made.sequences[:, S:], logits.argmax(-1)), "other ids"
     found = [("logits", torch.stack(made.logits, 1), logits)]
@@ -338,7 +355,7 @@ def applies(row: Row, family: str, check: str) -> bool:
         x = {name: random(*size) for name, size in row.call_sizes.items()}
         own = {axes for name, (_, axes) in row.call(x).items() if name == row.kwarg}
         kinds = {kind for form, kinds in spec.forms for kind in kinds if not own or form in own}
-        return bool(spec.points or spec.projections) or "float" in kinds
-    if check == "per-layer":
-        return spec.group == "layers"
+        return bool(spec.points or spec.projections or spec.prefix) or "float" in kinds
+    if check == "per-layer":  # what stands before the columns does so in every layer
+        return spec.group == "layers" and not spec.prefix
     return check != "generate" or row.in_generate
