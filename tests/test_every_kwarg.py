@@ -11,7 +11,7 @@ from kwflow.models.spans import load_span
 from tests.oracle import assert_bits, assert_close
 from tests.row import Row
 from tests.rows import ROWS
-from tests.suite import BITWISE, CHECKS, COMPARISONS, DERIVATIVES, REFUSALS, applies
+from tests.suite import BITWISE, CHECKS, COMPARISONS, DERIVATIVES, REFUSALS, applies, schema_of
 from tests.tiny import folder, span
 
 FAMILIES = ("llama", "gpt2", "bloom", "gemma2", "mixtral")  # rotary, learned, ALiBi; sliding windows; experts
@@ -36,6 +36,12 @@ def base_weights_stay() -> Iterator[None]:
             assert own.keys() == expected.keys()
             for name, tensor in own.items():
                 assert_bits(tensor, expected[name], name)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_schema_that_decides_is_the_workers(family: str) -> None:
+    assert schema_of(family).kwargs == span(family, 0, 2).schema.kwargs
+    assert schema_of(family).refused == span(family, 0, 2).schema.refused
 
 
 @pytest.mark.parametrize(("family", "row", "check"), CASES)

@@ -21,7 +21,7 @@ from tests.marks import families
 from tests.oracle import Hook, assert_bits, assert_close, hooked, layers_of, residual, with_prompts
 from tests.row import B, D, Given, L, Place, Row
 from tests.rows import ROWS
-from tests.suite import given, inputs, leaves, of_call
+from tests.sides import given, inputs, leaves, of_call
 from tests.table import S, distributed
 from tests.tiny import TWO, derivable, flow, folder, huggingface, ids, random, span
 
