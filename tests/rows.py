@@ -7,6 +7,7 @@ A new kwarg is a Row here; ``tests/suite.py`` checks it in every family, ``pytho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
+from kwflow.projections import find
 from tests.configs import HEADS
 from tests.oracle import Hook, with_prompts
 from tests.row import MASK, NEW, PADDED, B, Call, D, Given, L, Place, Row, S, before, behind
@@ -96,10 +98,12 @@ def edits(make: Callable[[Given, int], Any]) -> Callable[[Given], dict[str, Any]
     return lambda given: {"edit": [make(given, layer) for layer in given.layers]}
 
 
+@functools.cache
 def names(family: str) -> tuple[str, ...]:
-    """Two projections of every layer: attention's first and the last."""
-    found = list(span(family, 0, L).schema.projections)
-    return found[0], found[-1]
+    """Two projections that every layer has: attention's first and the last."""
+    spec = span(family, 0, L)
+    there = [name for name in spec.schema.projections if all(name in find(block.module) for block in spec.blocks)]
+    return there[0], there[-1]
 
 
 def lora_sizes(family: str) -> dict[str, tuple[int, ...]]:

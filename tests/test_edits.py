@@ -17,8 +17,7 @@ import kwflow as kf
 from kwflow.edits import apply
 from kwflow.errors import AxesError, CallerError, KwargError, KwflowError, SessionError, ShapeError, SpanError
 from kwflow.models.families import FAMILIES as ROWS
-from kwflow.models.families import family_of
-from tests.configs import CONFIGS, HEADS, config
+from tests.configs import HEADS
 from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close, layers_of, residual
 from tests.table import MASK, B, D, L, S
@@ -36,8 +35,6 @@ from tests.tiny import (
 
 TOKENS = MASK.sum(1).tolist()
 SOME = ("llama", "gpt2", "bloom", "gemma2", "opt", "gpt_neox")
-# not granite, which scales what its parts add; nor where norms stand behind the sums
-ADDING = [name for name in CONFIGS if family_of(config(name)).mlp and name != "opt_norm_after"]
 One = Callable[[Tensor, int, int], Tensor]  # (features, row, token position) to the same
 
 
@@ -198,9 +195,9 @@ def test_every_edit_is_what_hooks_do(family: str, case: str) -> None:
     assert_bits(flow(family, TWO)(hidden, attention_mask=MASK, edit=edits), alone, "local")
 
 
-@families(ADDING, quick=("llama", "opt"))
+@families(SOME, quick=("llama", "opt"))
 def test_the_points_are_what_the_parts_add(family: str) -> None:
-    """Without what attention and feed-forward add, every layer is the identity: so nothing else is added."""
+    """Without what attention and feed-forward add, every layer is the identity (every family: tests/test_captures.py)."""
     hidden = random(2, 5, D)
     nothing = [kf.scale(0.0, range(L), point=point) for point in ("attn", "mlp")]
     out = flow(family, TWO)(hidden, edit=nothing)
