@@ -8,11 +8,14 @@ Nothing of kwflow computes here: prompts and steer are written again, row by row
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Hook = tuple[nn.Module, str, Callable[..., Any]]  # of a module, "pre" or "post"
 
 TOLERANCE = {  # (rtol, atol): max|a - b| <= atol + rtol * max|b| for each tensor
     torch.float64: (1e-10, 1e-12),
@@ -73,7 +76,7 @@ def residual(
     prompts: Mapping[int, Tensor] | None = None,
     gain: Mapping[int, Tensor] | None = None,
     cache: Any = None,
-    extra: Sequence[tuple[nn.Module, str, Any]] = (),
+    extra: Sequence[Hook] = (),
     **call: Any,
 ) -> Tensor:
     """The residual before the final norm, by the model's own forward on a hidden given to its first layer.
@@ -114,8 +117,7 @@ def residual(
 
     for number, layer in enumerate(layers):
         hooks.append(layer.register_forward_pre_hook(before(number)))
-    for module, when, hook in extra:
-        hooks.append(module.register_forward_pre_hook(hook) if when == "pre" else module.register_forward_hook(hook))
+    hooks += register(extra)
     for number, layer in enumerate(layers):
         hooks.append(layer.register_forward_hook(after(number)))
     if cache is not None:
@@ -131,6 +133,23 @@ def residual(
         for hook in hooks:
             hook.remove()
     return seen[-1]
+
+
+def register(hooks: Sequence[Hook]) -> list[Any]:
+    """Put hooks on their modules; handles to remove them."""
+    kinds = {"pre": nn.Module.register_forward_pre_hook, "post": nn.Module.register_forward_hook}
+    return [kinds[when](module, hook) for module, when, hook in hooks]
+
+
+@contextmanager
+def hooked(hooks: Sequence[Hook]) -> Iterator[None]:
+    """Within, the modules have these hooks."""
+    handles = register(hooks)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def cache_name(module: nn.Module) -> str:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,34 +13,28 @@ import peft
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kwflow as kf
-from kwflow.blocks import LiftFloat32
 from kwflow.connect import in_process
-from kwflow.errors import AxesError, BlockError, CallerError, KwargError, ShapeError, UnknownKwarg
+from kwflow.errors import AxesError, BlockError, KwargError, ShapeError, UnknownKwarg
 from kwflow.flow import Flow
 from kwflow.kwargs import bind_kwargs
-from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.spans import load_span
 from kwflow.projections import adapting, find
 from kwflow.schema import Schema
 from kwflow.swarm.worker import Served
 from kwflow.verify import exact_match
 from tests import tiny
-from tests.configs import CONFIGS, HEADS, HIDDEN, LAYERS
+from tests.configs import CONFIGS, HEADS
+from tests.marks import families
 from tests.oracle import assert_bits, assert_close, layers_of, residual
-from tests.table import distributed
-from tests.tiny import EACH, TWO, Requests, derivable, flow, huggingface, ids, left_padded, random, span
+from tests.table import MASK, REAL, B, D, L, S, distributed
+from tests.tiny import EACH, TWO, Requests, flow, huggingface, ids, random, span
 
 # peft 0.21 asks transformers 5.24 for a name that is to go
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-PADS = (0, 1, 3, 8)
-B, S, D, L, R = len(PADS), 6 + max(PADS), HIDDEN, LAYERS, 4
-MASK = left_padded(PADS, S)
-REAL = MASK.bool()
+R = 4
 TARGETS = {"llama": ("q_proj", "v_proj"), "gpt2": ("c_attn",)}
 SCALE = 0.75
 
@@ -111,35 +104,6 @@ def test_ia3_is_what_peft_does(family: str, outs: list[str], ins: str) -> None:
         assert_close(out[REAL], expected[REAL], f"{cuts}")
 
 
-def masked(family: str, hidden: Tensor, mask_LBH: Tensor, model: nn.Module | None = None) -> Tensor:
-    """The Hugging Face model with each head's output multiplied in a hook, head by head."""
-    model, hooks = huggingface(family) if model is None else model, []
-    for layer, block in enumerate(layers_of(model)):
-
-        def scale(_: Any, args: Any, mask: Tensor = mask_LBH[layer]) -> Any:
-            flat = args[0].reshape(*hidden.shape[:2], -1)
-            parts = [part * mask[:, h, None, None] for h, part in enumerate(flat.chunk(HEADS, -1))]
-            return (torch.cat(parts, -1).reshape(args[0].shape), *args[1:])
-
-        hooks.append((block.get_submodule(ROWS[family].out), "pre", scale))
-    return residual(model, hidden, attention_mask=MASK, extra=hooks)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom", "opt"])
-def test_a_head_mask_multiplies_what_each_head_gives(family: str) -> None:
-    hidden, own = random(B, S, D), random(L, B, HEADS, seed=1)
-    shared = (random(L, HEADS, seed=2) > 0).float()
-    for cuts, rows in ((TWO, B), (EACH, 3)):
-        run = functools.partial(flow(family, cuts).options(batch_tokens=rows * S), hidden, attention_mask=MASK)
-        assert_close(run(head_mask=own)[REAL], masked(family, hidden, own)[REAL], "per row")
-        expected = masked(family, hidden, shared[:, None].expand(L, B, HEADS))[REAL]
-        assert_close(run(head_mask=shared)[REAL], expected, "shared")
-        assert_bits(run(head_mask=shared.bool())[REAL], run(head_mask=shared)[REAL], "bool")
-        some = torch.ones(L, B, HEADS)
-        some[2] = own[2]
-        assert_close(run(head_mask={2: own[2]})[REAL], masked(family, hidden, some)[REAL], "one layer")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_projection_of_every_family_is_reached(family: str) -> None:
@@ -160,7 +124,7 @@ def test_every_projection_of_every_family_is_reached(family: str) -> None:
     assert_close(out[REAL], expected[REAL], family)
 
 
-@pytest.mark.parametrize("family", TARGETS)
+@families([*TARGETS])
 def test_each_row_has_its_own_adapter_or_none(family: str) -> None:
     """Rows with A, B, none and A: each as PEFT or the plain model computes it alone."""
     first, second = lora_of(family, seed=50), lora_of(family, seed=90)
@@ -177,6 +141,14 @@ def test_each_row_has_its_own_adapter_or_none(family: str) -> None:
         for row, model in enumerate(models):
             one = slice(row, row + 1)
             assert_close(out[one], alone(model, hidden[one], torch.ones(1, 4, dtype=torch.long)), f"{cuts}, row {row}")
+
+
+def test_a_head_mask_may_be_of_bools_and_of_some_layers() -> None:
+    hidden, remote, mask = random(B, S, D), flow("llama", TWO), random(L, HEADS, seed=2) > 0
+    assert_bits(remote(hidden, head_mask=mask), remote(hidden, head_mask=mask.float()), "bool")
+    some = torch.ones(L, HEADS)
+    some[2] = mask[2].float()
+    assert_bits(remote(hidden, head_mask={2: mask[2]}), remote(hidden, head_mask=some), "one layer")
 
 
 def test_a_layer_of_its_own_and_all_forms_agree() -> None:
@@ -199,28 +171,6 @@ def test_a_layer_of_its_own_and_all_forms_agree() -> None:
     assert_close(remote(hidden, lora=shared), remote(hidden, lora=same), "the same for all layers")
 
 
-def by_hooks(family: str, hidden: Tensor, lora: Mapping[str, Any], ia3: Tensor, heads: Tensor) -> Tensor:
-    """All three by plain hooks on the model in float64; nothing of kwflow computes."""
-    model, hooks = derivable(family), []
-    for layer, block in enumerate(layers_of(model)):
-        for name, parts in lora.items():
-
-            def low_rank(_: Any, args: Any, out: Any, own: Any = (parts["A"][layer], parts["B"][layer])) -> Any:
-                return out + SCALE * torch.einsum("bsi,ri,or->bso", args[0], *own)
-
-            hooks.append((block.get_submodule(full(family, name)), "post", low_rank))
-        inner = block.get_submodule(ROWS[family].points["mlp"])
-        last: Any = inner.down_proj if family == "llama" else inner.c_proj  # type: ignore[union-attr]
-        hooks.append((last, "post", lambda _, __, out, v=ia3[layer]: out * v[:, None]))
-
-        def scale(_: Any, args: Any, mask: Tensor = heads[layer]) -> Any:
-            return (args[0] * mask.repeat_interleave(D // HEADS), *args[1:])
-
-        hooks.append((block.get_submodule(ROWS[family].out), "pre", scale))
-    with LiftFloat32(), sdpa_kernel(SDPBackend.MATH):
-        return residual(model, hidden, attention_mask=MASK, extra=hooks)
-
-
 def leaves(family: str) -> list[Tensor]:
     lora = lora_of(family, dtype=torch.float64)
     tensors = [parts[key] for parts in lora.values() for key in ("A", "B")]
@@ -234,41 +184,6 @@ def told(family: str, tensors: list[Tensor]) -> dict[str, Any]:
     return {"lora": lora, "ia3": {last: tensors[-2]}, "head_mask": tensors[-1]}
 
 
-@pytest.mark.parametrize("family", TARGETS)
-def test_gradients_are_local_autograds(family: str) -> None:
-    hidden = random(B, S, D, dtype=torch.float64)
-    weights = random(B, S, D, seed=9, dtype=torch.float64) * MASK[..., None]
-    ours, theirs = ([one.clone().requires_grad_() for one in leaves(family)] for _ in "12")
-    remote = flow(family, TWO, torch.float64).options(batch_tokens=3 * S)
-    out = remote(hidden, attention_mask=MASK, **told(family, ours))
-    expected = by_hooks(family, hidden, told(family, theirs)["lora"], theirs[-2], theirs[-1])
-    assert_close(out[REAL], expected[REAL], "value")
-    (out * weights).sum().backward()
-    (expected * weights).sum().backward()
-    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        assert a.grad is not None and b.grad is not None
-        assert_close(a.grad, b.grad, f"leaf {number}")
-
-
-def test_transforms_over_A() -> None:
-    tensors, hidden = leaves("llama"), random(B, S, D, dtype=torch.float64)
-    weights, remote = random(B, S, D, seed=9, dtype=torch.float64) * MASK[..., None], flow("llama", TWO, torch.float64)
-
-    def ours(a: Tensor) -> Tensor:
-        return (remote(hidden, attention_mask=MASK, **told("llama", [a, *tensors[1:]])) * weights).sum()
-
-    def local(a: Tensor) -> Tensor:
-        given = told("llama", [a, *tensors[1:]])
-        return (by_hooks("llama", hidden, given["lora"], tensors[-2], tensors[-1]) * weights).sum()
-
-    three = torch.stack([tensors[0], -tensors[0], 2 * tensors[0]])
-    assert_close(vmap(ours)(three), torch.stack([local(a) for a in three]), "vmap")
-    direction = torch.sin(tensors[0])
-    assert_close(jvp(ours, (tensors[0],), (direction,))[1], jvp(local, (tensors[0],), (direction,))[1], "jvp")
-    found = vmap(torch.func.grad(ours))(three[:2])
-    assert_close(found, torch.stack([torch.func.grad(local)(a) for a in three[:2]]), "vmap of grad")
-
-
 def test_gradients_come_back_in_the_callers_dtype() -> None:
     tensors = [one.clone().requires_grad_() for one in leaves("llama")]  # float64 over float32 workers
     flow("llama", TWO)(random(B, S, D), attention_mask=MASK, **told("llama", tensors)).sum().backward()
@@ -276,45 +191,15 @@ def test_gradients_come_back_in_the_callers_dtype() -> None:
         assert one.grad is not None and one.grad.dtype is torch.float64 and one.grad.abs().max() > 0
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("family", TARGETS)
-def test_a_session_computes_what_peft_does(family: str) -> None:
-    lora, hidden = lora_of(family), random(B, S + 3, D)
-    mask = torch.cat([MASK, torch.ones(B, 3, dtype=torch.long)], 1)
-    positions: dict[str, Any] = {} if family == "gpt2" else {"position_ids": tiny.positions_of(mask)}
-    expected = residual(peft_lora(family, lora), hidden, attention_mask=mask, **positions)
-    with flow(family, TWO).session(S + 3) as session:
-        for start, stop in ((0, S), (S, S + 1), (S + 1, S + 2), (S + 2, S + 3)):
-            at = {key: value[:, start:stop] for key, value in positions.items()}
-            out = session.step(hidden[:, start:stop], attention_mask=mask[:, :stop], lora=lora, **at)
-            keep = mask[:, start:stop].bool()
-            assert_close(out[keep], expected[:, start:stop][keep], f"columns {start}:{stop}")
-
-
-@pytest.mark.parametrize("family", TARGETS)
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_generate_gives_pefts_ids(family: str, num_beams: int) -> None:
+@families([*TARGETS])
+def test_generate_gives_pefts_ids(family: str) -> None:
     lora = lora_of(family)
-    call = {"input_ids": ids(B, S), "attention_mask": MASK, "max_new_tokens": 6, "do_sample": False}
-    call["num_beams"] = num_beams
+    call = {"input_ids": ids(B, S), "attention_mask": MASK, "max_new_tokens": 6, "do_sample": False, "num_beams": 3}
     ours = distributed(family, torch.float32).generate(**call, lora=lora)
     assert torch.equal(ours, peft_lora(family, lora).generate(**call))
     assert not torch.equal(ours, huggingface(family).generate(**call))  # type: ignore[operator]
     per_row = {n: {**p, **{k: p[k][:, None].expand(-1, B, -1, -1) for k in "AB"}} for n, p in lora.items()}
     assert torch.equal(ours, distributed(family, torch.float32).generate(**call, lora=per_row))
-
-
-def test_base_weights_stay_to_the_bit() -> None:
-    spec, hidden = span("llama", 0, L), random(B, S, D)
-    before = [{k: v.clone() for k, v in own.items()} for own in spec.params]
-    plain = kf.chain(spec.blocks)(spec.params, hidden)
-    kf.chain(spec.blocks)(spec.params, hidden, **{"lora": lora_of("llama"), "head_mask": torch.zeros(L, HEADS)})
-    with pytest.raises(CallerError):
-        kf.chain(spec.blocks)(spec.params, hidden, lora={"nowhere": {}})
-    assert_bits(kf.chain(spec.blocks)(spec.params, hidden), plain, "plain call")
-    for own, was in zip(spec.params, before, strict=True):
-        for name, tensor in own.items():
-            assert_bits(tensor, was[name], name)
 
 
 def test_a_quantized_worker_adapts_as_a_local_chain() -> None:
@@ -431,7 +316,7 @@ def test_a_schema_without_projections_is_read() -> None:
     assert Schema.from_json(said).projections == {}
 
 
-@pytest.mark.parametrize("family", TARGETS)
+@families([*TARGETS])
 def test_exact_match_knows_them(family: str) -> None:
     kwargs = told(family, [one.float() for one in leaves(family)])
     report = exact_match(flow(family, TWO), huggingface(family), random(B, S, D), attention_mask=MASK, **kwargs)

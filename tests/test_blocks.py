@@ -14,9 +14,9 @@ from kwflow.blocks import LiftFloat32, chain, own_kwargs, upcast, with_block_fn
 from kwflow.errors import AxesError, BlockError, KwargError, KwflowError, ShapeError, SpanError, UnknownKwarg
 from kwflow.kv import KV, StepCache
 from kwflow.models.spans import load_span
+from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close, residual
 from tests.tiny import (
-    FAMILIES,
     HEADS,
     HIDDEN,
     LAYERS,
@@ -31,7 +31,6 @@ from tests.tiny import (
     span,
 )
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 MASK = left_padded([0, 2], 5)
 
 

@@ -11,22 +11,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jvp, vmap
 
 import kwflow as kf
-from kwflow.blocks import LiftFloat32
 from kwflow.captures import take
 from kwflow.errors import KwargError, SessionError, SpanError, UnsupportedError
 from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.families import family_of
-from tests.configs import CONFIGS, HIDDEN, LAYERS, config
+from tests.configs import CONFIGS, config
+from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of, residual
+from tests.table import MASK, B, D, L, S
 from tests.tiny import (
     EACH,
-    THREE,
     TWO,
     Requests,
-    derivable,
     flow,
     huggingface,
     ids,
@@ -36,11 +34,7 @@ from tests.tiny import (
     span,
 )
 
-PADS = (0, 1, 3, 8)
-B, S, D, L = len(PADS), 6 + max(PADS), HIDDEN, LAYERS
-MASK = left_padded(PADS, S)
 SOME = ("llama", "gpt2", "bloom", "gemma2", "opt")
-MARKED = [pytest.param(n, marks=() if n in ("llama", "gpt2") else pytest.mark.slow) for n in SOME]
 # not granite, which scales what its parts add; nor where norms stand behind the sums
 ADDING = [name for name in CONFIGS if family_of(config(name)).mlp and name != "opt_norm_after"]
 V = random(D, seed=1)
@@ -69,7 +63,7 @@ def seen(family: str, hidden: Tensor, mask: Tensor | None, model: nn.Module | No
     return found
 
 
-@pytest.mark.parametrize("family", [pytest.param(n, marks=() if n in SOME else pytest.mark.slow) for n in ADDING])
+@families(ADDING, quick=("llama", "opt"))
 def test_the_parts_add_up_to_the_residual_stream(family: str) -> None:
     hidden = random(2, 5, D)
     points = {point: range(L) for point in ("resid_pre", "attn", "mlp", "resid")}
@@ -90,7 +84,7 @@ AT: dict[str, tuple[Any, Callable[[int], list[int]]]] = {  # the positions of a 
 }
 
 
-@pytest.mark.parametrize("family", MARKED)
+@families(["llama", "gemma2", "opt"])
 @pytest.mark.parametrize("at", AT)
 def test_what_comes_back_is_what_the_model_holds(family: str, at: str) -> None:
     hidden, (selector, places) = random(B, S, D), AT[at]
@@ -132,7 +126,7 @@ def test_a_capture_sees_what_edits_left() -> None:
     assert_bits(acts["resid_pre", 2], acts["resid", 1])
 
 
-@pytest.mark.parametrize("family", MARKED)
+@families(SOME)
 def test_patching_what_was_captured(family: str) -> None:
     """Every position of one layer replaced by another run's gives that run's output."""
     remote, clean, other = flow(family, TWO), random(2, 5, D), random(2, 5, D, seed=5)
@@ -145,55 +139,6 @@ def test_patching_what_was_captured(family: str) -> None:
 
 
 # ---- gradients
-
-
-def loss(values: dict[Any, Tensor], real: Tensor) -> Tensor:
-    return sum((value[real] * torch.arange(1, 1 + D)).sin().sum() for value in values.values())  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_derivatives_of_captures(family: str) -> None:
-    keys = [("resid", 0), ("attn", 2), ("mlp", 3)]
-    hidden, v = random(B, S, D, dtype=torch.float64), random(D, seed=4, dtype=torch.float64)
-    model, real = derivable(family), MASK.bool()
-    points = dict(keys)
-
-    def local(hidden: Tensor, v: Tensor) -> Tensor:
-        def added(_: Any, __: Any, out: Any) -> Any:
-            return (out[0] + v, *out[1:]) if isinstance(out, tuple) else out + v
-
-        hook = layers_of(model)[1].register_forward_hook(added)
-        try:
-            found = seen(family, hidden, MASK, model)
-        finally:
-            hook.remove()
-        return loss({key: found[key] for key in keys}, real)
-
-    for cuts in (TWO, THREE):
-        remote = flow(family, cuts, torch.float64).options(batch_tokens=3 * S)
-
-        def ours(hidden: Tensor, v: Tensor, remote: Any = remote) -> Tensor:
-            _, acts = remote.capture(points, hidden, attention_mask=MASK, steer={1: v})
-            return loss({key: _padded(acts[key]) for key in keys}, real)
-
-        with LiftFloat32(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            leaves = [hidden.clone().requires_grad_(), v.clone().requires_grad_()]
-            expected = torch.autograd.grad(local(*leaves), leaves)
-            second = grad(lambda v: (grad(local, 1)(hidden, v) * v).sum())(v)
-        leaves = [hidden.clone().requires_grad_(), v.clone().requires_grad_()]
-        found = torch.autograd.grad(ours(*leaves), leaves)
-        for a, b in zip(found, expected, strict=True):
-            assert_close(a, b, str(cuts))
-        assert_close(grad(ours, 1)(hidden, v), expected[1], "torch.func.grad")
-        assert_close(jvp(lambda v: ours(hidden, v), (v,), (v,))[1], expected[1] @ v, "jvp")
-        assert_close(vmap(lambda v: ours(hidden, v))(torch.stack([v, 2 * v]))[0], ours(hidden, v), "vmap")
-        assert_close(grad(lambda v: (grad(ours, 1)(hidden, v) * v).sum())(v), second, "grad of grad")
-
-
-def _padded(value: Tensor) -> Tensor:
-    """What was captured at all tokens, where it was: rows end at the last column."""
-    rows = [torch.cat([value[row, n:] * 0, value[row, :n]]) for row, n in enumerate(MASK.sum(1).tolist())]
-    return torch.stack(rows)
 
 
 def test_a_loss_on_an_early_layer_asks_no_later_worker() -> None:
@@ -212,7 +157,7 @@ def test_a_loss_on_an_early_layer_asks_no_later_worker() -> None:
 # ---- sessions and generate
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+@families(["llama", "bloom"])
 @pytest.mark.parametrize("at", ["all", "generated", "prompt[-1]", [2, 7]])
 def test_steps_join(family: str, at: Any) -> None:
     remote, hidden = flow(family, TWO), random(B, S + 3, D)
@@ -254,7 +199,7 @@ def test_a_capture_follows_its_session() -> None:
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+@every_family
 def test_generate_captures(family: str) -> None:
     model, remote = huggingface(family), make_flow(family, TWO, own_ends=True)
     ours = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)

@@ -15,10 +15,10 @@ import kwflow as kf
 from kwflow.errors import KwargError, ModelError, UnknownKwarg, UnsupportedError
 from kwflow.flow import Flow
 from kwflow.models.ends import ModelEnds
+from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
-from tests.tiny import FAMILIES, HIDDEN, LAYERS, TWO, folder, huggingface, ids, left_padded, make_flow, random
+from tests.tiny import HIDDEN, LAYERS, TWO, folder, huggingface, ids, left_padded, make_flow, random
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 every_batch = pytest.mark.parametrize("batch", [1, 2])
 Base, Classifier = kf.AutoDistributedModel, kf.AutoDistributedModelForSequenceClassification
 V = random(HIDDEN, seed=1, scale=3.0)

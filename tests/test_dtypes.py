@@ -27,6 +27,7 @@ from kwflow.swarm import worker
 from kwflow.swarm.local import local_swarm
 from kwflow.swarm.worker import Served
 from tests import oracle, tiny
+from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -51,7 +52,7 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 # ---------------------------------------------------------------- the client's dtype is not the worker's
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@every_family
 @pytest.mark.parametrize(("client", "workers"), [(F32, BF16), (F32, F16), (BF16, F32), (BF16, F16)], ids=str)
 def test_hidden_is_cast_at_the_worker_and_answered_in_the_callers_dtype(
     family: str, client: torch.dtype, workers: torch.dtype
@@ -69,7 +70,7 @@ def test_hidden_is_cast_at_the_worker_and_answered_in_the_callers_dtype(
         assert_close(torch.cat([first, last], 1)[tokens].to(BF16), ours[tokens].to(BF16))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@every_family
 def test_gradients_come_back_in_each_inputs_own_dtype(family: str) -> None:
     hidden, vector = inputs(BF16)
     prompts = tiny.random(tiny.LAYERS, 1, 2, tiny.HIDDEN, seed=2)
@@ -164,7 +165,7 @@ def test_the_repr_says_what_the_workers_run() -> None:
         (BF16, [(0, 4, F16)], F32),
     ],
 )
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@families(["llama", "gpt2"])
 def test_exact_match_casts_the_reference_as_the_workers_do(
     family: str, client: torch.dtype, workers: list[tuple[int, int, torch.dtype]], reference: torch.dtype
 ) -> None:
@@ -337,7 +338,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@every_family
 def test_nothing_that_a_worker_computes_with_is_left_on_the_cpu(family: str, watched: None) -> None:
     hidden, vector = inputs(BF16)
     prompts = tiny.random(tiny.LAYERS, 1, 2, tiny.HIDDEN, seed=2)
@@ -363,7 +364,7 @@ def test_nothing_that_a_worker_computes_with_is_left_on_the_cpu(family: str, wat
         torch.func.vmap(loss)(torch.stack([vector.detach()] * 2))
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@every_family
 def test_a_session_keeps_its_keys_where_the_params_are(family: str, watched: None) -> None:
     hidden, vector = inputs(F32)
     served = Served(elsewhere(family))

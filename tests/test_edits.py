@@ -17,31 +17,24 @@ import kwflow as kf
 from kwflow.edits import apply
 from kwflow.errors import AxesError, CallerError, KwargError, KwflowError, SessionError, ShapeError, SpanError
 from kwflow.models.families import FAMILIES as ROWS
-from kwflow.models.families import family_of
-from tests.configs import CONFIGS, HEADS, HIDDEN, LAYERS, config
+from tests.configs import HEADS
+from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close, layers_of, residual
+from tests.table import MASK, B, D, L, S
 from tests.tiny import (
     EACH,
     THREE,
     TWO,
     Requests,
-    derivable,
     flow,
     huggingface,
     ids,
-    left_padded,
     random,
     span,
 )
 
-PADS = (0, 1, 3, 8)
-B, S, D, L = len(PADS), 6 + max(PADS), HIDDEN, LAYERS
-MASK = left_padded(PADS, S)
 TOKENS = MASK.sum(1).tolist()
 SOME = ("llama", "gpt2", "bloom", "gemma2", "opt", "gpt_neox")
-MARKED = [pytest.param(n, marks=() if n in ("llama", "gpt2") else pytest.mark.slow) for n in SOME]
-# not granite, which scales what its parts add; nor where norms stand behind the sums
-ADDING = [name for name in CONFIGS if family_of(config(name)).mlp and name != "opt_norm_after"]
 One = Callable[[Tensor, int, int], Tensor]  # (features, row, token position) to the same
 
 
@@ -187,7 +180,7 @@ CASES: dict[str, tuple[Any, list[tuple[int, str, One, Callable[[int, int], bool]
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", MARKED)
+@families(["llama", "gemma2", "opt"])
 @pytest.mark.parametrize("case", CASES)
 def test_every_edit_is_what_hooks_do(family: str, case: str) -> None:
     edits, by_hand = CASES[case]
@@ -202,9 +195,9 @@ def test_every_edit_is_what_hooks_do(family: str, case: str) -> None:
     assert_bits(flow(family, TWO)(hidden, attention_mask=MASK, edit=edits), alone, "local")
 
 
-@pytest.mark.parametrize("family", [pytest.param(n, marks=() if n in SOME else pytest.mark.slow) for n in ADDING])
+@families(SOME, quick=("llama", "opt"))
 def test_the_points_are_what_the_parts_add(family: str) -> None:
-    """Without what attention and feed-forward add, every layer is the identity: so nothing else is added."""
+    """Without what attention and feed-forward add, every layer is the identity (every family: tests/test_captures.py)."""
     hidden = random(2, 5, D)
     nothing = [kf.scale(0.0, range(L), point=point) for point in ("attn", "mlp")]
     out = flow(family, TWO)(hidden, edit=nothing)
@@ -227,64 +220,6 @@ def test_a_head_is_a_slice_of_the_output_projection(family: str) -> None:
     assert_close(flow(family, TWO)(hidden, edit=kf.scale(0.5, 1, point="head", heads=2)), expected)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_gradients_reach_values_and_strengths(family: str) -> None:
-    hidden, model = random(B, S, D, dtype=torch.float64), derivable(family)
-    mask, real = MASK, MASK.bool()
-    leaves = {
-        "v": random(D, seed=1, dtype=torch.float64),
-        "p": random(B, 3, D, seed=2, dtype=torch.float64),
-        "a": torch.tensor(0.7, dtype=torch.float64),
-        "d": random(D, seed=3, dtype=torch.float64),
-        "h": random(2, 8, seed=4, dtype=torch.float64),
-    }
-
-    def edits(x: dict[str, Tensor]) -> list[Any]:
-        return [
-            kf.add(x["v"], 1, at="prompt[-1]", scale=x["a"]),
-            kf.put(x["p"], 0, at="prompt[2:5]"),
-            kf.project_out(x["d"], [2, 3]),
-            kf.add(kf.axes(x["h"], "head head_dim"), 3, point="head", heads=[3, 1]),
-            kf.scale(x["a"], 2, point="mlp"),
-        ]
-
-    def local(x: dict[str, Tensor]) -> Tensor:
-        v, p, a, d, h = x.values()
-        none = torch.zeros(8, dtype=torch.float64)
-        by_hand = [
-            (1, "resid", lambda y, r, t: y + a * v, LAST),
-            (0, "resid", lambda y, r, t: p[r, t - 2], lambda r, t: 2 <= t < 5),
-            *((n, "resid", lambda y, r, t: y - (y @ d) / (d @ d) * d, lambda r, t: True) for n in (2, 3)),
-            (3, "head", lambda y, r, t: y + torch.cat([none, h[1], none, h[0]]), lambda r, t: True),
-            (2, "mlp", lambda y, r, t: a * y, lambda r, t: True),
-        ]
-        return hooked(family, hidden, mask, by_hand, model)
-
-    def grads(fn: Callable[[dict[str, Tensor]], Tensor]) -> list[Tensor]:
-        own = {name: leaf.clone().requires_grad_() for name, leaf in leaves.items()}
-        return list(torch.autograd.grad(fn(own)[real].square().sum(), list(own.values())))
-
-    from kwflow.blocks import LiftFloat32
-
-    with LiftFloat32():
-        expected = grads(local)
-    for cuts in (TWO, THREE):
-        remote = flow(family, cuts, torch.float64).options(batch_tokens=3 * S)
-        found = grads(lambda x, remote=remote: remote(hidden, attention_mask=mask, edit=edits(x)))
-        for name, ours, theirs in zip(leaves, found, expected, strict=True):
-            assert_close(ours, theirs, name)
-        # torch.func, both nestings, and a sweep
-        few = torch.stack([leaves["v"], -leaves["v"]])
-
-        def of(v: Tensor, remote: Any = remote) -> Tensor:
-            return remote(hidden, attention_mask=mask, edit=edits({**leaves, "v": v}))[real].square().sum()
-
-        swept = torch.func.vmap(torch.func.grad(of))(few)
-        assert_close(swept[0], expected[0], "vmap of grad")
-        tangent = torch.func.jvp(of, (leaves["v"],), (leaves["d"],))[1]
-        assert_close(tangent, expected[0] @ leaves["d"], "jvp")
-
-
 # ---- in sessions: the same row means the same, however its columns come
 
 
@@ -295,17 +230,27 @@ SELECTORS: dict[str, Callable[[int, int, int], bool]] = {  # (row, token positio
     "prompt[-1]": lambda row, at, n: at == n - 1,
     "prompt[1]": lambda row, at, n: at == 1,
     "prompt[1:-1]": lambda row, at, n: 1 <= at < n - 1,
+    "prompt[2:]": lambda row, at, n: 2 <= at < n,
     "[2, 7]": lambda row, at, n: at in (2, 7),
+    "of each row": lambda row, at, n: at in EACH_ROW[row],
+    "columns": lambda row, at, n: bool(COLUMNS[row, S - n + at]),
 }
+EACH_ROW = [[3, 15], [5, 14], [0, 2], [6, 9]]  # token positions of the prompt and of what follows
+COLUMNS = random(B, S + 4, seed=7) > 0
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", pytest.param("bloom", marks=pytest.mark.slow)])
+def at_of(selector: str, columns: slice) -> Any:
+    """``at=`` as it is given in a step of these columns."""
+    special: dict[str, Any] = {"[2, 7]": [2, 7], "of each row": torch.tensor(EACH_ROW), "columns": COLUMNS[:, columns]}
+    return special.get(selector, selector)
+
+
+@every_family
 @pytest.mark.parametrize("selector", SELECTORS)
-@pytest.mark.parametrize("chunks", [(14,), (9, 5), (5, 4, 5)])
+@pytest.mark.parametrize("chunks", [(14,), (5, 4, 5)])
 def test_selectors_mean_the_same_token_by_token(family: str, selector: str, chunks: tuple[int, ...]) -> None:
     """Prefill in one piece or several, then four steps: every column equals an uncached run with hooks."""
     assert sum(chunks) == S
-    at = [2, 7] if selector == "[2, 7]" else selector
     chosen, total = SELECTORS[selector], S + 4
     mask = torch.cat([MASK, torch.ones(B, 4).long()], 1)
     hidden = random(B, total, D)
@@ -317,7 +262,7 @@ def test_selectors_mean_the_same_token_by_token(family: str, selector: str, chun
             phase = "prompt" if done < S else "generated"
             more = {"prompt_length": MASK.sum(1)} if phase == "prompt" and len(chunks) > 1 else {}
             columns = slice(done, done + size)
-            given = {"attention_mask": mask[:, : done + size], "edit": kf.add(V, 2, at=at)}
+            given = {"attention_mask": mask[:, : done + size], "edit": kf.add(V, 2, at=at_of(selector, columns))}
             outs.append(s.step(hidden[:, columns], phase=phase, **more, **given))
             done += size
     out, real = torch.cat(outs, 1), mask.bool()
@@ -433,7 +378,7 @@ def test_ids_and_masks_are_not_needed_for_all() -> None:
     )
 
 
-@pytest.mark.parametrize("family", MARKED)
+@families(SOME)
 def test_exact_match_knows_edits(family: str) -> None:
     """Bitwise against the Hugging Face model with the same edits as hooks, and against its layers one by one."""
     remote, hidden = flow(family, TWO), random(B, S, D)

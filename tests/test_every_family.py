@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.func import jvp
 
 import kwflow as kf
-from kwflow.blocks import LiftFloat32
 from kwflow.errors import BlockError, KwargError, UnsupportedError
 from kwflow.kv import KV
 from kwflow.models.checkpoint import Checkpoint, layer_count
@@ -42,7 +41,7 @@ from tests.tiny import (
     span,
 )
 
-QUICK = ["llama", "gemma3_text", "gpt2", "bloom", "falcon_alibi", "opt", "mpt", "mixtral", "gpt_oss", "deepseek_v3"]
+QUICK = ["gemma3_text", "bloom", "opt", "gpt_oss"]
 
 
 # other code than llama's; of the rest ``python -m benchmarks.families`` shows the derivatives
@@ -73,7 +72,7 @@ def test_a_family_is_transformers_own(name: str, check: str) -> None:
 
 
 @pytest.mark.parametrize("check", ["forward", "cached decode", "gradient"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen2", "deepseek_v3"])
+@rows(["gemma2"], ["gpt2", "gemma2", "qwen2", "deepseek_v3"])
 def test_families_in_bfloat16(name: str, check: str) -> None:
     expect(check, name, CHECKS[check](name, torch.bfloat16))
 
@@ -88,7 +87,7 @@ def expect(check: str, name: str, found: Compared) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of deepseek's router, locally too
-@rows(["gemma3_text", "phi3_longrope", "gpt_neo", "mixtral", "deepseek_v3"], DERIVED)
+@rows(["gpt_neo", "gpt_oss"], DERIVED)
 def test_derivatives_of_any_order(name: str) -> None:
     """jvp, vmap, vmap of grad, and both second orders, in float64; what torch cannot derive is refused with why."""
     if name in NOT_IN_FLOAT64:
@@ -101,7 +100,7 @@ def test_derivatives_of_any_order(name: str) -> None:
         assert_close(ours, expected, f"{name}: {what}")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@rows(["gpt_oss"], ["mixtral", "gpt_oss"])
 def test_a_mixture_has_derivatives_in_float32_too(name: str) -> None:
     """Values and gradients by the grouped kernel, the rest by another way: the same numbers."""
     remote, x, v = flow(name, TWO), random(2, 4, D), random(D, seed=1)
@@ -139,7 +138,7 @@ def test_position_ids_are_literal_or_refused(name: str) -> None:
 @rows(QUICK)
 @pytest.mark.parametrize("kind", ["float", "bool"])
 def test_a_4d_mask_is_literal_or_refused(name: str, kind: str) -> None:
-    """Every layer gets it as it is, sliding ones too; a float one is a bias, and has a gradient."""
+    """Every layer gets it as it is, sliding ones too; a float one is a bias (its gradient: tests/suite.py)."""
     seen = torch.ones(S, S, dtype=torch.bool).tril() & REAL[:, None, None, :] | torch.eye(S, dtype=torch.bool)
     hidden, remote = random(B, S, D), flow(name, TWO)
     if family_of(config(name)).four_d:
@@ -151,18 +150,9 @@ def test_a_4d_mask_is_literal_or_refused(name: str, kind: str) -> None:
     additive = torch.zeros(seen.shape).masked_fill(~seen, lowest)
     given, literal = (bias, bias) if kind == "float" else (seen, additive)
     assert_close(remote(hidden, attention_mask=given), residual(huggingface(name), hidden, attention_mask=literal))
-    if kind == "float":
-        # in float64: sharp attention (gemma3's norms) makes more rounding in float32 than the table has room for
-        wide, lowest = hidden.double(), torch.finfo(torch.float64).min
-        ours, theirs = (torch.where(seen, bias.double(), lowest).requires_grad_() for _ in range(2))
-        weights = random(B, S, D, seed=9) * MASK[..., None]
-        (flow(name, TWO, torch.float64)(wide, attention_mask=ours) * weights).sum().backward()
-        with LiftFloat32():
-            (residual(derivable(name), wide, attention_mask=theirs) * weights).sum().backward()
-        assert_close(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
-@rows(["opt", "gpt2", "gemma2"])
+@rows(["opt", "gemma2"])
 @torch.no_grad()
 def test_the_model_s_forward_is_transformers_own(name: str) -> None:
     """Without position_ids: transformers' forward counts columns, and opt's the unmasked ones."""
@@ -225,7 +215,7 @@ def test_a_session_holds_what_was_counted(name: str) -> None:
     assert len(pairs) == L and used == served.kv_size(B, MAX_LENGTH // 2, L)
 
 
-@rows(["opt", "mpt", "gemma2", "mixtral"], ["opt", "mpt", "gemma2", "mixtral", "falcon", "gpt_neo", "deepseek_v3"])
+@rows(["opt", "gpt_oss"], ["opt", "mpt", "gemma2", "mixtral", "falcon", "gpt_neo", "deepseek_v3", "gpt_oss"])
 def test_exact_match_knows_every_family(name: str) -> None:
     remote = flow(name, TWO)
     x = remote.inputs({"input_ids": IDS, "attention_mask": MASK})

@@ -21,12 +21,13 @@ import kwflow as kf
 from kwflow.blocks import LiftFloat32, chain, with_block_fn
 from kwflow.errors import AxesError, KwargError, KwflowError, ShapeError, SpanError, UnknownKwarg
 from kwflow.flow import Flow
+from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close, residual
+from tests.table import MASK, B, D, L, S
 from tests.tiny import (
     EACH,
     FAMILIES,
     HEADS,
-    HIDDEN,
     LAYERS,
     ONE,
     THREE,
@@ -41,11 +42,8 @@ from tests.tiny import (
     span,
 )
 
-PADS = (0, 1, 3, 8)
-B, S, D, L = len(PADS), 6 + max(PADS), HIDDEN, LAYERS
 DEEP = (*FAMILIES, "gemma2", "gpt_neo")  # mixed kinds of layers and scores that are capped; windows within the layer
 ROTARY = ("llama", "gemma2")
-MASK = left_padded(PADS, S)
 JUMPS = positions_of(MASK) * 2 + torch.tensor([[5], [0], [1], [2]])
 Leaves = Mapping[str, Tensor]
 
@@ -218,27 +216,20 @@ CASES = [
     ),
     *(together(family) for family in DEEP),
 ]
-CORE = (
-    "nothing",
-    "mask",
-    "mask of one row",
-    "float mask",
-    f"prompts of {B} x 4",
-    f"steer layer batch hidden {L, B, D}",
-    "together",
-)
+FEW = ("nothing", "mask of one row", "together")
 
-
-def quick(family: str) -> tuple[str, ...]:
-    return CORE if family in FAMILIES else ("mask", "together")
-
-
-ROWS = [  # the quick tests take every case for one family, and some for the others
-    pytest.param(f, c, id=f"{f}-{c.name}", marks=() if f == "llama" or c.name in quick(f) else pytest.mark.slow)
+ROWS = [  # every form for one family: how kwargs are cut is the same in all; tests/suite.py has each kwarg in several
+    pytest.param(f, c, id=f"{f}-{c.name}", marks=() if f == "llama" else pytest.mark.slow)
     for c in CASES
     for f in c.families
+    if f == "llama" or c.name in FEW
 ]
 every_row = pytest.mark.parametrize(("family", "case"), ROWS)
+TOGETHER = [
+    pytest.param(family, together(family), id=family, marks=() if family == "llama" else pytest.mark.slow)
+    for family in (*FAMILIES, "gemma2")
+]
+all_at_once = pytest.mark.parametrize(("family", "case"), TOGETHER)
 
 
 def tensors(case: Case, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -307,7 +298,7 @@ def test_values_do_not_depend_on_how_rows_are_cut(family: str, case: Case) -> No
         assert_close(out, whole, f"{rows} rows at once")
 
 
-@every_row
+@all_at_once
 def test_one_block_workers_are_one_worker_to_the_bit(family: str, case: Case) -> None:
     found = []
     for cuts in (ONE, EACH):
@@ -316,10 +307,8 @@ def test_one_block_workers_are_one_worker_to_the_bit(family: str, case: Case) ->
         loss(out).backward()
         found.append({"out": out, **{name: value.grad for name, value in x.items()}})
     for name, value in found[0].items():
-        if name == "out" or (name == "hidden" and "bias" not in case.leaves):
-            assert_bits(found[1][name], value, name)
-        else:  # the layers' shares are summed in another order; a mask with a gradient takes another attention kernel
-            assert_close(found[1][name], value, name)
+        # the layers' shares of a kwarg's gradient are summed in another order
+        (assert_bits if name in ("out", "hidden") else assert_close)(found[1][name], value, name)
 
 
 def test_llama_in_bfloat16() -> None:
@@ -449,24 +438,11 @@ def test_only_what_is_listed_is_sent_back() -> None:
 
 # ---- torch.func, against the Hugging Face model under the same transforms, in float64
 
-F64 = [*(together(family) for family in DEEP), next(c for c in CASES if c.name == "float mask")]
-WIDE = [
-    pytest.param(f, c, id=f"{f}-{c.name}", marks=() if f in FAMILIES else pytest.mark.slow)
-    for c in F64
-    for f in c.families
-]
-SPANS = [  # two workers; and one, which differs little, for the slow tests
-    pytest.param(f, c, cuts, id=f"{f}-{c.name}-{cuts}", marks=() if cuts == TWO and f in FAMILIES else pytest.mark.slow)
-    for c in F64
-    for f in c.families
-    for cuts in (TWO, ONE)
-]
 
-
-def functions(family: str, case: Case, cuts: tuple[int, ...], rows: int = B) -> tuple[Any, Any, dict[str, Tensor]]:
+def functions(family: str, case: Case, rows: int = B) -> tuple[Any, Any, dict[str, Tensor]]:
     """The remote and the local function of (hidden, *leaves), and their inputs."""
     x, _ = tensors(case, torch.float64), derivable(family)  # loaded here: not under vmap
-    remote = flow(family, cuts, torch.float64, case.block_fn).options(batch_tokens=rows * S)
+    remote = flow(family, TWO, torch.float64, case.block_fn).options(batch_tokens=rows * S)
 
     def ours(*values: Tensor) -> Tensor:
         named = dict(zip(x, values, strict=True))
@@ -488,9 +464,9 @@ def compare(transform: Callable[[Any], Any], ours: Any, local: Any) -> None:
     assert max(b.abs().max() for b in wanted) > 1e-3
 
 
-@pytest.mark.parametrize(("family", "case", "cuts"), SPANS)
-def test_first_order_transforms(family: str, case: Case, cuts: tuple[int, ...]) -> None:
-    ours, local, x = functions(family, case, cuts, rows=3)
+@all_at_once
+def test_first_order_transforms(family: str, case: Case) -> None:
+    ours, local, x = functions(family, case, rows=3)
     values = tuple(x.values())
     every = tuple(range(len(values)))
     tangents = tuple(random(*v.shape, seed=50 + i, dtype=torch.float64) for i, v in enumerate(values))
@@ -501,9 +477,9 @@ def test_first_order_transforms(family: str, case: Case, cuts: tuple[int, ...]) 
     compare(lambda fn: jvp(lambda last: fn(*values[:-1], last), values[-1:], tangents[-1:]), ours, local)
 
 
-@pytest.mark.parametrize(("family", "case", "cuts"), SPANS)
-def test_nested_transforms(family: str, case: Case, cuts: tuple[int, ...]) -> None:
-    ours, local, x = functions(family, case, cuts)
+@all_at_once
+def test_nested_transforms(family: str, case: Case) -> None:
+    ours, local, x = functions(family, case)
     *first, last = x.values()
     several = torch.stack([last, 2 * last, -last])
 
@@ -519,15 +495,15 @@ def test_nested_transforms(family: str, case: Case, cuts: tuple[int, ...]) -> No
     # reverse over reverse
     compare(lambda fn: grad(lambda v: (grad(of_last(fn))(v) * torch.sin(last)).sum())(last), ours, local)
     # reverse over forward; without pads, whose fully masked rows torch itself derives to NaN, locally too
-    ours, local, _ = functions(family, replace(case, mask=None), cuts)
+    ours, local, _ = functions(family, replace(case, mask=None))
     compare(lambda fn: grad(lambda v: jvp(of_last(fn), (v,), (torch.cos(last),))[1])(last), ours, local)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families(["llama", "gpt2"])
 def test_jacobians(family: str) -> None:
     """With respect to three numbers that scale vectors."""
     case = together(family)
-    ours, local, x = functions(family, case, TWO)
+    ours, local, x = functions(family, case)
     hidden, p, v, g = x.values()
 
     def few(fn: Any) -> Any:
@@ -539,10 +515,9 @@ def test_jacobians(family: str) -> None:
     compare(lambda fn: hessian(lambda a: few(fn)(a).square().sum())(at), ours, local)
 
 
-@pytest.mark.parametrize(("family", "case"), WIDE)
-@pytest.mark.parametrize("rows", [3, B])
-def test_plain_double_backward(family: str, case: Case, rows: int) -> None:
-    ours, local, x = functions(family, case, TWO, rows)
+@all_at_once
+def test_plain_double_backward(family: str, case: Case) -> None:
+    ours, local, x = functions(family, case, rows=3)
 
     def twice(fn: Any) -> tuple[Tensor, ...]:
         leaves = [value.clone().requires_grad_() for value in x.values()]
@@ -554,7 +529,8 @@ def test_plain_double_backward(family: str, case: Case, rows: int) -> None:
     compare(twice, ours, local)
 
 
-@pytest.mark.parametrize("family", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_gradcheck(family: str) -> None:
     """Finite differences, first and second order; llama's norms are lifted to float64 by its workers.
 
@@ -577,7 +553,7 @@ def test_gradcheck(family: str) -> None:
 # ---- nothing is guessed, nothing is silent
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_batch_seq_heads_layers_and_ranks_of_one_size(family: str) -> None:
     """Batch, seq, heads, layers and a free axis are 4: an axis that is guessed by its size is guessed wrong."""
     assert HEADS == LAYERS == 4
@@ -602,7 +578,7 @@ def test_batch_seq_heads_layers_and_ranks_of_one_size(family: str) -> None:
     assert_close(out, residual(huggingface(family), hidden, attention_mask=headed))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@families(["llama", "gpt2"], quick=("llama", "gpt2"))
 def test_what_is_wrong_is_refused_before_anything_is_sent(family: str) -> None:
     remote, hidden, v = flow(family, TWO), random(2, 3, D), random(D)
     refused: list[tuple[dict[str, Any], type[KwflowError], str]] = [
@@ -652,8 +628,8 @@ def test_what_is_wrong_is_refused_before_anything_is_sent(family: str) -> None:
         assert len(requests) == 2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("pads", [0, 1, 3, 8])
+@every_family
+@pytest.mark.parametrize("pads", [1, 8])
 def test_left_padding_changes_nothing(family: str, pads: int) -> None:
     """A 6-token prompt alone, and with pads in a batch: logits of the real tokens are equal, whatever the pad ids."""
     remote = flow(family, TWO)

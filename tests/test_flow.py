@@ -29,10 +29,10 @@ from kwflow.errors import (
     UnsupportedError,
 )
 from kwflow.tree import flatten
+from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close, layers_of, residual
 from tests.tiny import (
     EACH,
-    FAMILIES,
     HIDDEN,
     LAYERS,
     ONE,
@@ -49,9 +49,6 @@ from tests.tiny import (
     positions_of,
     random,
 )
-
-every_family = pytest.mark.parametrize("family", FAMILIES)
-
 
 # ---- the client's own part of the model
 

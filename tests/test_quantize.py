@@ -26,6 +26,7 @@ from kwflow.models.spans import load_span
 from kwflow.swarm.local import local_swarm
 from kwflow.swarm.worker import Served
 from tests import oracle, tiny
+from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close
 
 MODES = quantize.MODES
@@ -81,7 +82,7 @@ def expected(model: nn.Module, hidden: Tensor, vector: Tensor, prompts: Tensor) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@every_family
 @pytest.mark.parametrize("mode", MODES)
 def test_values_are_those_of_the_model_that_transformers_quantized(mode: str, family: str, dtype: torch.dtype) -> None:
     hidden, vector, prompts = inputs(dtype)
@@ -92,7 +93,7 @@ def test_values_are_those_of_the_model_that_transformers_quantized(mode: str, fa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@every_family
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_those_of_the_model_that_transformers_quantized(
     mode: str, family: str, dtype: torch.dtype
@@ -124,7 +125,7 @@ def test_values_and_gradients_do_not_depend_on_the_cuts(mode: str) -> None:
         assert_close(ours, want)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@families(["llama", "gpt2"])
 @pytest.mark.parametrize("mode", MODES)
 def test_decoding_with_keys_and_values_gives_the_same_bits(mode: str, family: str) -> None:
     from transformers import DynamicCache
@@ -154,7 +155,7 @@ def test_generate_gives_the_local_ids(mode: str) -> None:
 # ---------------------------------------------------------------- every derivative
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@families(["llama", "gpt2"])
 @pytest.mark.parametrize("mode", MODES)
 def test_jvp_vmap_and_second_order_equal_the_local_ones(mode: str, family: str) -> None:
     hidden, vector, _ = inputs()
@@ -211,7 +212,7 @@ def test_int8_in_jvp_agrees_with_its_vjp(mode: str) -> None:
 # ---------------------------------------------------------------- pure functions
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@families(["llama", "gpt2"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_block_is_a_function_of_its_params(mode: str, family: str) -> None:
     (first, _), (second, theirs) = kf.load_blocks(tiny.folder(family), 0, 2, quantize=mode)

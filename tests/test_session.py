@@ -31,9 +31,9 @@ from kwflow.errors import (
 from kwflow.swarm.hello import FEATURES
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message
+from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close, cache_name, residual
 from tests.tiny import (
-    FAMILIES,
     HEADS,
     HIDDEN,
     LAYERS,
@@ -53,7 +53,6 @@ from tests.tiny import (
     span,
 )
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 B, D = 3, HIDDEN
 MASK = left_padded([0, 2, 5], 8)
 
@@ -76,13 +75,12 @@ def positions(family: str, value: Tensor) -> dict[str, Tensor]:
 
 
 @every_family
-@pytest.mark.parametrize("cuts", [ONE, THREE], ids=str)
 @pytest.mark.parametrize("chunks", [(8,), (3, 1, 4), (1, 1, 6), (1, 7)], ids=str)
-def test_uneven_chunks_are_the_same_chunks_locally(family: str, cuts: tuple[int, ...], chunks: tuple[int, ...]) -> None:
+def test_uneven_chunks_are_the_same_chunks_locally(family: str, chunks: tuple[int, ...]) -> None:
     hidden, v, at = random(B, 8, D), random(D, seed=1), 0
-    whole = flow(family, cuts)(hidden, attention_mask=MASK, steer={1: v}, **positions(family, positions_of(MASK)))
+    whole = flow(family, THREE)(hidden, attention_mask=MASK, steer={1: v}, **positions(family, positions_of(MASK)))
     local, real = Local(family), MASK.bool()
-    with flow(family, cuts).session(8) as session:
+    with flow(family, THREE).session(8) as session:
         for size in chunks:
             columns, mask = slice(at, at + size), MASK[:, : at + size]
             own = positions(family, positions_of(MASK)[:, columns])

@@ -22,6 +22,7 @@ import kwflow as kf
 from kwflow.errors import KwargError, KwflowError, ModelError, ShapeError, SpanError, UnsupportedError
 from kwflow.steering import Vectors, contrast
 from tests.configs import HIDDEN, LAYERS
+from tests.marks import families
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
 from tests.tiny import TWO, Requests, flow, folder, huggingface, ids, left_padded, make_flow, positions_of, random
 
@@ -194,7 +195,7 @@ def seen(family: str, text: str, layer: int, place: int = -1) -> Tensor:
     return found[0][0, place].double()
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+@families(["llama", "gpt2"])
 def test_mean_is_the_difference_of_means(family: str) -> None:
     made = contrast(flow(family, TWO), POSITIVE, NEGATIVE[:2], batch_size=2)
     assert made.layers == tuple(range(L)) and made.method == "mean" and made.model_type == family
@@ -220,7 +221,7 @@ def test_a_text_means_the_same_alone_and_padded() -> None:
     assert_close(several[2], (over_all[0] - over_all[1]).float())
 
 
-@pytest.mark.parametrize("pairs", [1, 3, 40])
+@pytest.mark.parametrize("pairs", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_pca_is_the_first_singular_vector_towards_the_positives(pairs: int) -> None:
     remote = flow("llama", TWO)
     sides = [[f"w{2 + (n * k) % 60} w{2 + (n * m) % 60}" for n in range(1, pairs + 1)] for k, m in ((7, 11), (13, 5))]
@@ -461,7 +462,7 @@ def test_bad_metadata_and_missing_files_are_named(tmp_path: Path, monkeypatch: p
 
 PADS = (0, 3)
 MASK = left_padded(PADS, 7)
-SOME = ["llama", "gpt2", "gemma2", "opt", pytest.param("bloom", marks=pytest.mark.slow)]
+SOME = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma2", "opt"))]
 V = Vectors({1: A, 3: B})
 
 

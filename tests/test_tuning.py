@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import kwflow as kf
 from kwflow.errors import KwargError, ModelError, UnsupportedError
 from kwflow.session import Session
+from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
 from tests.tiny import (
-    FAMILIES,
     HIDDEN,
     LAYERS,
     TWO,
@@ -31,9 +31,6 @@ from tests.tiny import (
     random,
 )
 
-every_family = pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f == "llama" else pytest.mark.slow) for f in FAMILIES]
-)
 every_mode = pytest.mark.parametrize("mode", ["ptune", "deep_ptune"])
 CausalLM, Classifier = kf.AutoDistributedModelForCausalLM, kf.AutoDistributedModelForSequenceClassification
 P, D = 3, HIDDEN
