@@ -25,12 +25,14 @@ _WHERE = {
     "put": "kwflow.edits",
     "scale": "kwflow.edits",
     "project_out": "kwflow.edits",
+    "sweep": "kwflow.sweep",
+    "grid": "kwflow.sweep",
     "AutoDistributedConfig": "kwflow.models.auto",
     "AutoDistributedModel": "kwflow.models.auto",
     "AutoDistributedModelForCausalLM": "kwflow.models.auto",
     "AutoDistributedModelForSequenceClassification": "kwflow.models.auto",
 }
-_MODULES = ("errors", "steering", "verify")
+_MODULES = ("adapters", "errors", "steering", "verify")
 
 __all__ = [
     "AutoDistributedConfig",
@@ -40,11 +42,13 @@ __all__ = [
     "Axes",
     "Capture",
     "__version__",
+    "adapters",
     "add",
     "axes",
     "chain",
     "connect",
     "errors",
+    "grid",
     "load_blocks",
     "local_swarm",
     "model_path",
@@ -54,10 +58,12 @@ __all__ = [
     "scale",
     "steering",
     "stream",
+    "sweep",
     "verify",
 ]
 
 if TYPE_CHECKING:
+    from kwflow import adapters as adapters
     from kwflow import errors as errors
     from kwflow import steering as steering
     from kwflow import verify as verify
@@ -80,6 +86,8 @@ if TYPE_CHECKING:
     from kwflow.models.checkpoint import model_path as model_path
     from kwflow.models.spans import load_blocks as load_blocks
     from kwflow.swarm.local import local_swarm as local_swarm
+    from kwflow.sweep import grid as grid
+    from kwflow.sweep import sweep as sweep
     from kwflow.verify import stream as stream
 
 

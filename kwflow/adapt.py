@@ -3,27 +3,32 @@
     flow(**x, lora={"q_proj": {"A": A, "B": B, "scale": 2.0}}, ia3={"v_proj": v}, head_mask=mask)
 
 At a projection ``y = module(x)``, then ``y * ia3``, then ``+ scale * B(A(x))`` (LoRA, Hu et al. 2021; IA3, Liu et al.
-2022). They act on activations, not on merged weights: that is exact on quantized weights too, and each row may have
-another adapter (zeros are none). Cast to the activation's dtype where they act, so gradients come back in the
-caller's. Pure functions; no torch.nn, no network.
+2022). They act on activations, not on merged weights: that is exact on quantized weights too. Cast to the activation's
+dtype where they act, so gradients come back in the caller's. Pure functions; no torch.nn, no network.
+
+Each row may have another adapter: by a ``batch`` axis, or by ``"rows"`` (batch), the number of each row's adapter along
+an ``adapter`` axis; -1 is none, and leaves the row as it is whatever the adapters hold (NaN and infinity too).
 """
 
-# B batch, S seq, R rank, I in, O out, H head
+# B batch, S seq, R rank, I in, O out, H head, N adapters
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kwflow.axes import Axed, bind, check_sizes, describe, spread, without_layer
-from kwflow.errors import KwargError, UnknownKwarg, did_you_mean
+from kwflow.bound import is_mapped
+from kwflow.errors import AxesError, KwargError, UnknownKwarg, did_you_mean
 
 Projections = Mapping[str, tuple[int, int]]  # by dotted name in the layer: features in and out
-Adapter = Mapping[str, Any]  # of one projection: "lora": {A, B, scale}, "ia3": Axed
+Adapter = Mapping[str, Any]  # of one projection: "lora": {A, B, scale[, rows]}, "ia3": Axed or {scale, rows}
 
-LORA = ("A", "B", "scale")
+LORA = ("A", "B", "scale", "rows")
+IA3 = ("scale", "rows")
 
 
 # ---- from what a caller gives to what a block gets ---------------------------------------------------------------
@@ -72,41 +77,80 @@ def _names(projections: Projections) -> str:
 def _lora(value: Any, sizes: Mapping[str, int], what: str, own_layer: bool) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise KwargError(f"{what} is a {type(value).__name__}; it takes {{'A': tensor, 'B': tensor, 'scale': number}}")
-    for key in value:
-        if key not in LORA:
-            raise KwargError(f"{what} has {key!r:.40}; it takes {', '.join(LORA)}.{did_you_mean(str(key), LORA)}")
-    free: dict[str, int] = {}  # A's rank is B's
+    _known(value, LORA, what)
+    rows = value.get("rows")
+    whose = "[batch]" if rows is None else "adapter"
+    free: dict[str, int] = {}  # A's rank is B's, and so is the number of adapters
     bound: dict[str, Any] = {}
     for key, inner in (("A", "rank in"), ("B", "out rank")):
         if value.get(key) is None:
-            raise KwargError(f"{what} has no {key!r}, a tensor {f'layer [batch] {inner}'!r}; give both A and B")
-        bound[key] = _leaf(value[key], (inner,), sizes, free, f"{what}[{key!r}]", own_layer)
+            raise KwargError(f"{what} has no {key!r}, a tensor {f'layer {whose} {inner}'!r}; give both A and B")
+        bound[key] = _leaf(value[key], whose, (inner,), sizes, free, f"{what}[{key!r}]", own_layer)
     scale = value.get("scale", 1.0)
     if isinstance(scale, Tensor | Axed):
-        bound["scale"] = _bound(scale, ("[batch]",), sizes, free, f"{what}['scale']")
+        bound["scale"] = _bound(scale, (whose,), sizes, free, f"{what}['scale']")
     elif isinstance(scale, int | float) and not isinstance(scale, bool):
         bound["scale"] = float(scale)
     else:
-        raise KwargError(f"{what}['scale'] is {scale!r:.40}; it takes a number or a tensor '[batch]'")
-    return bound
+        raise KwargError(f"{what}['scale'] is {scale!r:.40}; it takes a number or a tensor {whose!r}")
+    return bound if rows is None else {**bound, "rows": _rows(rows, sizes, free["adapter"], what)}
 
 
-def _ia3(value: Any, sizes: Mapping[str, int], what: str, own_layer: bool) -> Axed:
-    return _leaf(value, ("out", "in"), sizes, {}, what, own_layer)
+def _ia3(value: Any, sizes: Mapping[str, int], what: str, own_layer: bool) -> Axed | dict[str, Axed]:
+    if not isinstance(value, Mapping):
+        return _leaf(value, "[batch]", ("out", "in"), sizes, {}, what, own_layer)
+    _known(value, IA3, what)
+    if missing := [key for key in IA3 if value.get(key) is None]:
+        raise KwargError(f"{what} has no {missing[0]!r}; it takes a tensor, or {{'scale': tensor, 'rows': tensor}}")
+    free: dict[str, int] = {}
+    scale = _leaf(value["scale"], "adapter", ("out", "in"), sizes, free, f"{what}['scale']", own_layer)
+    return {"scale": scale, "rows": _rows(value["rows"], sizes, free["adapter"], what)}
+
+
+def _known(value: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    for key in value:
+        if key not in known:
+            raise KwargError(f"{what} has {key!r:.40}; it takes {', '.join(known)}.{did_you_mean(str(key), known)}")
+
+
+def _rows(value: Any, sizes: Mapping[str, int], adapters: int, what: str) -> Axed:
+    """Which adapter each row takes, -1 for none. Raises KwargError for a number that is no adapter's."""
+    what = f"{what}['rows']"
+    form = f"an int tensor 'batch' of numbers from 0 to {adapters - 1}, and -1 for none"
+    if not isinstance(value, Tensor | Axed):
+        raise KwargError(f"{what} is {value!r:.60}; it takes {form}")
+    if not adapters:
+        raise KwargError(f"{what}: there are no adapters to take: the axis 'adapter' has size 0")
+    leaf = bind(value, ("batch",), what=what)
+    if leaf.tensor.dtype not in (torch.int64, torch.int32):
+        raise KwargError(f"{what} is {describe(leaf.tensor)}; it takes {form}")
+    check_sizes(leaf, sizes, {}, what=what)
+    if is_mapped(leaf.tensor):
+        raise KwargError(f"{what} is mapped over by torch.func.vmap, which hides the numbers; map over A and B")
+    if not leaf.tensor.is_meta:
+        wrong = ((leaf.tensor < -1) | (leaf.tensor >= adapters)).nonzero()
+        if len(wrong):
+            row = int(wrong[0])
+            raise KwargError(f"{what}[{row}] is {int(leaf.tensor[row])}; it takes {form}")
+    return leaf
 
 
 def _leaf(
-    value: Any, inner: tuple[str, ...], sizes: Mapping[str, int], free: dict[str, int], what: str, own_layer: bool
+    value: Any, whose: str, inner: tuple[str, ...], sizes: Mapping[str, int], free: dict[str, int], what: str, own: bool
 ) -> Axed:
-    """A tensor ``"layer [batch] …"`` (``"[batch] …"`` for one layer), bare only as the first of ``inner``.
+    """A tensor ``"layer WHOSE …"`` (``"WHOSE …"`` for one layer), bare only as the first of ``inner``.
 
-    Declared axes may leave ``layer`` out, too: the same for all layers.
+    ``whose``: ``[batch]``, or ``adapter`` where rows say which. Declared axes may leave ``layer`` out, too: the same
+    for all layers.
     """
     if isinstance(value, Axed):
-        forms = tuple(f"[layer] [batch] {one}" for one in inner)
+        forms = tuple(f"[layer] {whose} {one}" for one in inner)
+        if ("adapter" in value.axes) != (whose == "adapter"):
+            lacks = "'rows', which say which adapter each row takes" if whose == "[batch]" else "an 'adapter' axis"
+            raise AxesError(f"{what} was declared {' '.join(value.axes)!r} without {lacks}; give both or neither")
     else:
-        forms = (f"layer [batch] {inner[0]}",)
-    return _bound(value, tuple(map(without_layer, forms)) if own_layer else forms, sizes, free, what)
+        forms = (f"layer {whose} {inner[0]}",)
+    return _bound(value, tuple(map(without_layer, forms)) if own else forms, sizes, free, what)
 
 
 def _bound(value: Any, forms: tuple[str, ...], sizes: Mapping[str, int], free: dict[str, int], what: str) -> Axed:
@@ -139,24 +183,50 @@ def adapt(module: Callable[[Tensor], Tensor], x: Tensor, adapter: Adapter, rows:
 
 def before(x: Tensor, adapter: Adapter, rows: tuple[int, int]) -> Tensor:
     """What goes into the projection: ia3 of axes ``in`` acts here."""
-    ia3 = adapter.get("ia3")
-    return _times(x, ia3, rows) if ia3 is not None and "in" in ia3.axes else x
+    factor = _factor(adapter)
+    return _times(x, factor, rows) if factor is not None and "in" in factor.axes else x
 
 
 def after(y: Tensor, x: Tensor, adapter: Adapter, rows: tuple[int, int]) -> Tensor:
     """What comes out of it: ia3 of axes ``out``, then the low-rank product of what went in."""
-    ia3, lora = adapter.get("ia3"), adapter.get("lora")
-    if ia3 is not None and "out" in ia3.axes:
-        y = _times(y, ia3, rows)
+    factor, lora = _factor(adapter), adapter.get("lora")
+    if factor is not None and "out" in factor.axes:
+        y = _times(y, factor, rows)
     if lora is None:
         return y
+    whose, scale = lora.get("rows"), lora["scale"]
     x_BSI = x.reshape(*rows, x.shape[-1])
-    A_RI, B_OR = (lora[key].tensor.to(x.device, x.dtype) for key in ("A", "B"))  # with a batch in front or without
-    added_BSO, scale = x_BSI @ A_RI.mT @ B_OR.mT, lora["scale"]
+    A_RI, B_OR = (
+        _of_rows(lora[key], whose, 0).tensor.to(x.device, x.dtype) for key in "AB"
+    )  # or with a batch in front
+    added_BSO = x_BSI @ A_RI.mT @ B_OR.mT
     if isinstance(scale, Axed):
-        scale = spread(scale, ("batch", "seq", "features")).to(x.device, x.dtype)
+        scale = spread(_of_rows(scale, whose, 0), ("batch", "seq", "features")).to(x.device, x.dtype)
     added_BSO = added_BSO if isinstance(scale, float) and scale == 1.0 else added_BSO * scale
-    return y + added_BSO.to(y.dtype).reshape(y.shape)
+    sum_BSO = y.reshape(*rows, y.shape[-1]) + added_BSO.to(y.dtype)
+    if whose is not None:  # adding zeros is not quite nothing: it takes the sign of -0.0
+        sum_BSO = torch.where(_has_one(whose, 3).to(y.device), sum_BSO, y.reshape(sum_BSO.shape))
+    return sum_BSO.reshape(y.shape)
+
+
+def _factor(adapter: Adapter) -> Axed | None:
+    """ia3 as a tensor of each row's own, or of all rows."""
+    ia3 = adapter.get("ia3")
+    return _of_rows(ia3["scale"], ia3["rows"], 1) if isinstance(ia3, Mapping) else ia3
+
+
+def _of_rows(leaf: Axed, whose: Axed | None, none: float) -> Axed:
+    """Each row's part of what has an ``adapter`` axis; ``none`` for a row without one, also in derivatives."""
+    if whose is None:
+        return leaf
+    assert leaf.axes[0] == "adapter"
+    picked = leaf.tensor.index_select(0, whose.tensor.clamp(min=0).to(leaf.tensor.device))
+    own = torch.where(_has_one(whose, picked.dim()).to(picked.device), picked, none)
+    return Axed(own, ("batch", *leaf.axes[1:]))
+
+
+def _has_one(whose: Axed, dims: int) -> Tensor:
+    return (whose.tensor >= 0).reshape(-1, *[1] * (dims - 1))
 
 
 def _times(activation: Tensor, ia3: Axed, rows: tuple[int, int]) -> Tensor:

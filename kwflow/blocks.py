@@ -27,6 +27,7 @@ from kwflow.edits import add_prompts, add_steer, apply, token_positions
 from kwflow.errors import AxesError, BlockError, CallerError, KwargError, UnknownKwarg
 from kwflow.kv import KV, StepCache
 from kwflow.kwargs import PerLayer, bind_kwargs
+from kwflow.patterns import PATTERN, eager, eager_mask
 from kwflow.points import Act, acting
 from kwflow.projections import Act as Adapts
 from kwflow.projections import adapting
@@ -62,6 +63,7 @@ class Call:
     layer_args: Mapping[str, Mapping[str, Any]]  # by kind of layer
     token_position: Tensor | None
     cache: StepCache | None  # of the layer that runs
+    past: int = 0  # columns before these, a prefix's too
     captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by layer and order there
 
 
@@ -78,6 +80,7 @@ class Block:
     kind: str = "full_attention"  # layers of one kind share what prepare makes: full_attention, sliding_attention, …
     custom: Callable[..., Tensor] | None = None
     own: frozenset[str] = frozenset()  # the kwargs that ``custom`` declares
+    attention: str = ""  # the module that gives the attention pattern; none where this is empty
     turn: Any = field(default_factory=threading.RLock)  # other params are put into the module while it runs
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
@@ -124,8 +127,11 @@ class Block:
         args = dict(call.layer_args[self.kind])
         if call.cache is not None:
             args[self.cache_name] = call.cache
-        at_points = acting(acts, self.layer) if acts else nullcontext()
-        with self.turn, at_points, adapting(adapted, self.layer) if adapted else nullcontext():
+        at_points, looked_at = acting(acts, self.layer) if acts else nullcontext(), nullcontext()
+        if PATTERN in acts:
+            args["attention_mask"] = eager_mask(args.get("attention_mask"), hidden, call.past)
+            looked_at = eager(self.module.get_submodule(self.attention))
+        with self.turn, at_points, looked_at, adapting(adapted, self.layer) if adapted else nullcontext():
             if params is self.params:
                 out = self.module(hidden, **args)
             else:
@@ -146,6 +152,10 @@ class Block:
             wanted = {(self.layer, i): one for i, one in enumerate(captures) if one["point"] == point}
 
             def at_point(activation: Tensor) -> Tensor:
+                if point == PATTERN:
+                    weights = activation.transpose(1, 2)  # (batch, seq, head, key)
+                    captured.update({key: take(weights, one, heads) for key, one in wanted.items()})
+                    return activation
                 out = activation.reshape(*shape[:2], activation.shape[-1])  # opt flattens rows before its feed-forward
                 if point == "head" and mask is not None:
                     out = adapt.mask_heads(out, mask, heads)
@@ -248,7 +258,7 @@ def run(
         seen, before = prefix.before(mask, ahead), past + ahead
         prepared = blocks[0].prepare(hidden, attention_mask=seen, position_ids=positions, past=before, kinds=kinds)
     where = token_positions(mask, past, hidden.shape[1], hidden.device)
-    call = Call(prepared, where, None)
+    call = Call(prepared, where, None, before)
     for block, own in zip(blocks, params, strict=True):
         who = "block" if block.custom is None else f"block_fn {getattr(block.custom, '__name__', block.custom)!r}"
         with _explained(who, block.layer, hidden, bound):

@@ -135,9 +135,12 @@ class Bound:
         """How many outputs these layers have beside hidden."""
         return len(self._captures(span))
 
-    def captured_positions(self, span: Span) -> int:
-        """How many vectors these layers' captures bring back for each row."""
-        return sum(1 if entry["mean"] else entry["count"] for entry in self._captures(span))
+    def captured_numbers(self, span: Span, hidden: int, pattern: int) -> int:
+        """How many numbers these layers' captures bring back for each row; ``pattern``: of one query's pattern."""
+        return sum(
+            (1 if entry["mean"] else entry["count"]) * (pattern if entry["point"] == "pattern" else hidden)
+            for entry in self._captures(span)
+        )
 
     def _captures(self, span: Span | None) -> list[dict[str, Any]]:
         first, last = span or (self.start, self.stop)

@@ -20,11 +20,15 @@ import torch
 from torch import Tensor
 
 from kwflow.axes import Axed, check_sizes
-from kwflow.edits import POINTS, numbers
+from kwflow.edits import POINTS as EDITED
+from kwflow.edits import numbers
 from kwflow.errors import KwargError, SessionError, SpanError, did_you_mean
+from kwflow.patterns import PATTERN
 from kwflow.positions import Columns, select
 
+POINTS = (*EDITED, PATTERN)
 Key = tuple[str, int]
+Taken = tuple[Tensor, Tensor, dict[Key, Tensor]]  # of one call or step: numbers and columns (batch, pos), values
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,9 @@ class Capture:
     """What to capture, and then what was: ``acts[point, layer]`` is (batch, pos, hidden), ``acts.mask`` (batch, pos).
 
     Rows are left-aligned in the order of ``at`` and filled with zeros; at the point ``head`` the features are
-    (head, head_dim). In a session every step that is given it adds its positions. ``mean``: over the positions, made
+    (head, head_dim). At ``pattern`` they are (head, key): the attention of each query over all columns so far, zero
+    for later ones; the layers asked for it run transformers' eager attention in that call, and their numbers are
+    eager's. In a session every step that is given it adds its positions. ``mean``: over the positions, made
     on the worker, with pos = 1; in calls only.
     """
 
@@ -68,7 +74,7 @@ class Capture:
             (point, layer) for layer in sorted({n for own in layers.values() for n in own})
             for point in layers if layer in layers[point]
         )  # fmt: skip
-        self._taken: list[tuple[Tensor, Tensor, dict[Key, Tensor]]] = []  # numbers, columns, values: for each step
+        self._taken: list[Taken] = []
         self._session: Any = None
 
     def __repr__(self) -> str:
@@ -90,7 +96,9 @@ class Capture:
         if key not in self.keys:
             raise KeyError(f"{key!r} was not captured; {list(self.keys)} were")
         order, _ = self._order()
-        values = torch.cat([taken[key] for _, _, taken in self._taken], 1)
+        steps = [taken[key] for _, _, taken in self._taken]
+        widest = max(step.shape[-1] for step in steps)  # a pattern's keys grow from step to step
+        values = torch.cat([torch.constant_pad_nd(step, (0, widest - step.shape[-1])) for step in steps], 1)
         index = order.view(*order.shape, *[1] * (values.dim() - 2)).expand(*order.shape, *values.shape[2:])
         mask = self.mask.view(*order.shape, *[1] * (values.dim() - 2)).to(values.device)
         picked = torch.gather(values, 1, index.to(values.device))
@@ -131,6 +139,20 @@ class Capture:
         rows = batch // len(number) if len(number) > 1 else batch
         spread = [t.repeat_interleave(rows, 0) for t in (number, column)]
         self._taken.append((spread[0], spread[1], dict(zip(self.keys, values, strict=True))))
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was captured yet."""
+        return self._session is None and not self._taken
+
+    @property
+    def steps(self) -> Sequence[Taken]:
+        """What each call or step brought."""
+        return self._taken
+
+    def replace(self, steps: Sequence[Taken]) -> None:
+        """Hold other steps, which are of no session."""
+        self._taken, self._session = list(steps), None
 
     def reorder(self, rows: Tensor) -> None:
         """Follow a session's rows into another order."""

@@ -21,11 +21,11 @@ from torch.autograd import forward_ad
 
 from kwflow import link
 from kwflow.axes import Axed, describe
-from kwflow.bound import Span, is_wrapped
+from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
 from kwflow.kwargs import in_all
-from kwflow.plan import Estimate, Options, Peers, Plan, PlanCall, bind, wait
+from kwflow.plan import Estimate, Hop, Options, Peers, Plan, PlanCall, bind, wait
 from kwflow.positions import Columns
 from kwflow.schema import Spec
 
@@ -40,7 +40,7 @@ class Ends(Protocol):
     takes_positions: bool  # the family's blocks take position_ids
 
     def tokenize(self, texts: Sequence[str]) -> Mapping[str, Tensor]: ...
-    def embed(self, input_ids: Tensor, position_ids: Tensor | None) -> Tensor: ...
+    def embed(self, input_ids: Tensor, position_ids: Tensor | None, *, before: Tensor | None = None) -> Tensor: ...
     def head(self, hidden: Tensor) -> Tensor: ...
 
 
@@ -137,7 +137,14 @@ class Flow:
 
     def _outputs(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """Hidden, then what is captured."""
-        plan = self.plan(hidden, kwargs)
+        return self._run(self.plan(hidden, kwargs), hidden)
+
+    def run_bound(self, hidden: Tensor, bound: Bound) -> Sequence[Tensor]:
+        """Run the layers with kwargs that are bound to them already: hidden, then what is captured."""
+        route = self._wait(self.peers.route(*self.span, self._options.peers_blocked))
+        return self._run(self._cut(route, bound, hidden), hidden)
+
+    def _run(self, plan: Plan, hidden: Tensor) -> Sequence[Tensor]:
         tensors = (hidden, *plan.bound.tensors)
         if hidden.numel() == 0:
             reached = [t.sum().to(hidden.dtype) * 0 for t in plan.bound.tensors if t.requires_grad]
@@ -191,6 +198,11 @@ class Flow:
         route = await self.peers.route(*self.span, self._options.peers_blocked)
         batch, seq, _ = hidden.shape
         bound = bind(route, self.span, kwargs, {"batch": batch, "seq": seq, "key": seq})
+        return self._cut(route, bound, hidden)
+
+    def _cut(self, route: Sequence[Hop], bound: Bound, hidden: Tensor) -> Plan:
+        """Cut a call's rows by what the workers take at once."""
+        batch, seq, _ = hidden.shape
         limits = [hop.hello.get("limits", {}).get("batch_tokens") for hop in route]  # what each worker takes at once
         tokens = min([self._options.batch_tokens, *(limit for limit in limits if limit)])
         rows = max(1, tokens // max(1, seq))

@@ -105,12 +105,13 @@ class Plan:
 
     def estimate(self, hidden: Tensor) -> Estimate:
         """Count the bytes of a forward pass."""
-        row, sent, received = hidden[:1].nbytes, [], []
+        sent, received = list[int](), list[int]()
+        rows_in_all, keys, width = hidden.shape
         for hop in self.route:
             parts = [self.bound.part(rows, hop.span)[0] for rows in self.cuts]
             sent.append(hidden.nbytes + sum(t.nbytes for bound in parts for t in bound.tensors))
-            places = self.bound.captured_positions(hop.span)
-            received.append(hidden.nbytes + hidden.shape[0] * places * (row // max(1, hidden.shape[1])))
+            numbers = self.bound.captured_numbers(hop.span, width, hop.schema.sizes["head"] * keys)
+            received.append(hidden.nbytes + rows_in_all * numbers * hidden.element_size())
         return Estimate(tuple(hop.span for hop in self.route), len(self.cuts), tuple(sent), tuple(received))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

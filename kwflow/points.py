@@ -1,6 +1,7 @@
 """Where a layer can be reached from outside: hooks on its modules that act only within ``acting``.
 
     attn, mlp   what that part adds to the residual stream      head   the attention's heads, before their projection
+    pattern     the attention's weights, which can be looked at only
 
 The hooks are put in once, when a layer is loaded, and ask a ContextVar: calls in other threads do not see each other.
 """
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kwflow.errors import BlockError
+from kwflow.patterns import PATTERN
 
 Act = Callable[[Tensor], Tensor]  # (batch, seq, features) to the same
 _acting: ContextVar[tuple[dict[str, Act], set[str]] | None] = ContextVar("kwflow_acting", default=None)
@@ -24,7 +26,9 @@ def install(layer: nn.Module, paths: Mapping[str, str]) -> None:
     """Make the points of a layer: ``{"attn": module, "mlp": module, "head": output projection}``, dotted names."""
     for point, path in paths.items():
         module = layer.get_submodule(path)
-        if point == "head":
+        if point == PATTERN:
+            module.register_forward_hook(_weights)
+        elif point == "head":
             module.register_forward_pre_hook(_before(point))
         else:
             module.register_forward_hook(_after(point))
@@ -49,6 +53,11 @@ def _act(point: str, activation: Tensor) -> Tensor:
         return activation
     current[1].add(point)
     return current[0][point](activation)
+
+
+def _weights(_: nn.Module, __: Any, out: Any) -> None:
+    if isinstance(out, tuple) and len(out) > 1 and isinstance(out[1], Tensor):
+        _act(PATTERN, out[1])
 
 
 def _before(point: str) -> Any:

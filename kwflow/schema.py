@@ -80,8 +80,14 @@ STEER = Spec(forms=(("[layer] [batch] [seq] hidden", ("float",)),), bare=False, 
 PROMPTS = Spec(forms=(("layer batch prefix hidden", ("float",)),))
 ATTENTION_MASK = Spec(forms=(("batch key", ("int", "bool")), ("batch head seq key", ("bool", "float"))), group="call")
 POSITION_IDS = Spec(forms=(("batch seq", ("int",)),), group="call")
-LORA = Spec(projections="{projection: {'A': 'layer [batch] rank in', 'B': 'layer [batch] out rank', 'scale': number}}")
-IA3 = Spec(projections="{projection: 'layer [batch] out'}, or 'in' where declared so")
+LORA = Spec(
+    projections="{projection: {'A': 'layer [batch] rank in', 'B': 'layer [batch] out rank', 'scale': number}}, or with "
+    "'layer adapter …' for [batch] and 'rows': 'batch', the number of each row's adapter"
+)
+IA3 = Spec(
+    projections="{projection: 'layer [batch] out'}, or 'in' where declared so; or {projection: {'scale': 'layer "
+    "adapter out', 'rows': 'batch'}}"
+)
 PREFIX_KV = Spec(prefix="{'k': tensor, 'v': tensor} with axes 'layer batch kv_head prefix head_dim'", by_layer=True)
 HEAD_MASK = Spec(forms=(("layer [batch] head", ("float", "int", "bool")),), by_layer=True)
 
@@ -92,11 +98,12 @@ def schema(
     positions: bool,
     refused: dict[str, str],
     points: tuple[str, ...] = (),
+    looked_at: tuple[str, ...] = (),
     projections: Mapping[str, tuple[int, int]] | None = None,
 ) -> Schema:
-    """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits act;
-    ``projections``: where adapters do."""
-    at_points = {"edit": Spec(points=points), "capture": Spec(points=points)}
+    """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits and
+    captures act; ``looked_at``: where captures alone do; ``projections``: where adapters do."""
+    at_points = {"edit": Spec(points=points), "capture": Spec(points=(*points, *looked_at))}
     kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, "prefix_kv": PREFIX_KV, **at_points}
     if projections:
         kwargs |= {"lora": LORA, "ia3": IA3}

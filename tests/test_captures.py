@@ -221,8 +221,78 @@ def test_generate_captures(family: str) -> None:
     twice = ours.generate(**given, num_return_sequences=2, do_sample=True, capture=last, steer={2: V})
     assert len(twice) == 6
     assert_close(last["resid", 1][:, 0], whole[:, 4].repeat_interleave(2, 0))
-    with pytest.raises(UnsupportedError, match="beams"):
-        ours.generate(**given, num_beams=2, capture=kf.Capture(resid=[1]))
+
+
+MODES = {
+    "beams": {"num_beams": 3},
+    "several returned": {"num_beams": 4, "num_return_sequences": 3, "return_dict_in_generate": True},
+    "beams, sampled": {"num_beams": 3, "do_sample": True, "num_return_sequences": 2},
+    "ending early": {"num_beams": 4, "num_return_sequences": 4, "eos_token_id": [*range(0, 64, 3)], "pad_token_id": 0},
+    "prompt in chunks": {"num_beams": 2, "prefill_chunk_size": 3},
+    "sampled": {"do_sample": True, "num_return_sequences": 3},
+}
+
+
+@pytest.mark.parametrize("at", ["all", "prompt[-1]", "generated", "prompt[1:]", [2, 6]])
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.slow] if "sampled" in m else []) for m in MODES])
+def test_captures_are_those_of_the_final_sequences(mode: str, at: Any) -> None:
+    """Each final sequence, run anew without a cache by the Hugging Face model: its last token never was an input."""
+    family = {"beams": "gpt2", "sampled": "bloom"}.get(mode, "llama")
+    model, remote = huggingface(family), flow(family, TWO)
+    ours: Any = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)
+    pads, length, new = (0, 2, 3), 7, 6
+    given = {"input_ids": ids(3, length, seed=4), "attention_mask": left_padded(pads, length), "max_new_tokens": new}
+    acts, options = kf.Capture(resid=[1], head=[3], at=at), MODES[mode]
+    torch.manual_seed(0)
+    out = ours.generate(**given, **options, capture=acts)
+    sequences = out.sequences if options.get("return_dict_in_generate") else out
+    assert isinstance(sequences, Tensor) and isinstance(out, Tensor) != bool(options.get("return_dict_in_generate"))
+    torch.manual_seed(0)
+    expected = model.generate(**given, **options)  # type: ignore[operator]
+    assert torch.equal(sequences, expected if isinstance(expected, Tensor) else expected.sequences)
+    each, ended, early = len(sequences) // 3, options.get("eos_token_id", []), 0
+    for row, tokens in enumerate(sequences):
+        pad = pads[row // each]
+        ends = [n for n in range(length, len(tokens)) if int(tokens[n]) in ended]
+        early += bool(ends) and ends[0] < length + new - 1
+        ran = min([*ends, len(tokens) - 1])  # columns that were an input: all but the last token
+        mask = left_padded([pad], ran)
+        whole = seen(family, embedded(model, tokens[None, :ran], mask), mask)
+        n = length - pad
+        numbers = {"all": range(ran - pad), "generated": range(n, ran - pad), "prompt[-1]": [n - 1]}
+        numbers["prompt[1:]"] = range(1, n)
+        places = [number for number in numbers.get(str(at), at) if number < ran - pad]
+        assert acts.mask[row].sum() == len(places), f"row {row}"
+        columns = [pad + place for place in places]
+        for key, name in ((("resid", 1), "resid"), (("head", 3), "head")):
+            found = acts[key][row, : len(columns)].flatten(1)
+            assert_close(found, whole[name, key[1]][0, columns], f"row {row}", small=not columns)
+    assert early or mode != "ending early"
+
+
+def embedded(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
+    """What goes into the first layer, positions counted as generate does."""
+    kept: list[Tensor] = []
+    hook = layers_of(model)[0].register_forward_pre_hook(lambda _, args: kept.append(args[0]))
+    positions = {} if model.config.model_type == "bloom" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    model(tokens, attention_mask=mask, **positions)
+    hook.remove()
+    return kept[0]
+
+
+def test_a_capture_of_beams_is_new_and_stays_as_it_is() -> None:
+    remote = flow("llama", TWO)
+    ours: Any = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)
+    acts, given = kf.Capture(resid=[1]), {"max_new_tokens": 3, "num_beams": 2}
+    settings = ours.generation_config.__class__(**given)
+    ours.generate(ids(2, 4), generation_config=settings, capture=acts)
+    assert not settings.return_dict_in_generate and acts["resid", 1].shape == (2, 6, D)
+    with Requests(remote) as requests:
+        with pytest.raises(SessionError, match="make a new one"):
+            ours.generate(ids(2, 4), **given, capture=acts)
+        with pytest.raises(UnsupportedError, match="which beams it keeps"):
+            ours.generate(ids(2, 4), **given, capture=kf.Capture(resid=[1]), custom_generate=lambda *a, **k: None)
+    assert not len(requests)
 
 
 # ---- what is wrong

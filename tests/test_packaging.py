@@ -34,16 +34,16 @@ EXTRAS = PROJECT["optional-dependencies"]
 PARTS = {
     "words": ["errors", "axes", "tree", "link", "wire"],
     "core": [
-        *("blocks", "positions", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
+        *("blocks", "positions", "patterns", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
         *("schema", "bound", "kwargs", "derive"),
     ],
     "client": ["plan", "flow", "session"],
-    "research": ["verify", "vectors", "steering"],
+    "research": ["verify", "vectors", "steering", "adapters", "adapter_kinds", "peft_files", "folding", "sweep"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
         *("models.quantize", "models.hooks", "models.hooked", "models.reference", "models.tuning"),
         *("models.checkpoint", "models.shard", "models.hub", "models.gguf", "models.embedded"),
-        *("models.progress", "models.vector_files"),
+        *("models.progress", "models.vector_files", "models.beams"),
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
@@ -119,6 +119,7 @@ def test_imports_point_one_way(module: str) -> None:
         top, _, inner = imported.partition(".")
         if top == "hivemind":
             assert module == "swarm.hivemind", "only swarm/hivemind.py imports hivemind"
+        assert top != "peft", "only PEFT's file formats are used"
         if top == "transformers":
             assert module.startswith("models."), "only kwflow/models imports transformers"
         if imported.startswith("torch.nn"):

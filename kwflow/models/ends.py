@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow.errors import ModelError, UnsupportedError
+from kwflow.axes import describe
+from kwflow.errors import ModelError, ShapeError, UnsupportedError
 from kwflow.models.checkpoint import Checkpoint
 from kwflow.models.families import blank_inputs, family_of, replace_layers
 from kwflow.models.spans import model_name, quiet, read_config, resolve_dtype, skeleton
@@ -139,6 +140,7 @@ class ModelEnds:
         family = family_of(config)
         self.learned, self.counts_mask = family.learned, family.counts_mask
         self.takes_positions = not family.positions
+        self._list = family.layers
         self.shell: Any = load_shell(model, dtype) if shell is None else shell
         self.base: Any = getattr(self.shell, self.shell.base_model_prefix)
         self.dtype: torch.dtype = next(self.shell.parameters()).dtype
@@ -159,7 +161,13 @@ class ModelEnds:
     def tokenize(self, texts: Sequence[str]) -> Mapping[str, Tensor]:
         return self.tokenizer(list(texts), return_tensors="pt", padding=True, padding_side="left")
 
-    def embed(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    @property
+    def layers_name(self) -> str:
+        """The dotted name of the list of layers in the model: ``model.layers``, ``transformer.h``."""
+        return f"{self.shell.base_model_prefix}.{self._list}"
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor | None = None, *, before: Tensor | None = None) -> Tensor:
+        """``before`` (prefix, width): stands before each row as if it were tokens' embeddings; positions are of all."""
         seen: list[Tensor] = []
 
         def keep(hidden: Tensor, _: Mapping[str, Any]) -> Tensor:
@@ -167,8 +175,14 @@ class ModelEnds:
             return hidden
 
         positions = {"position_ids": position_ids} if self.learned and position_ids is not None else {}
+        given: dict[str, Tensor] = {"input_ids": input_ids}
+        if before is not None:
+            tokens = self.base.get_input_embeddings()(input_ids)
+            if before.shape[-1] != tokens.shape[-1]:
+                raise ShapeError(f"{describe(before)} stands before embeddings of width {tokens.shape[-1]}")
+            given = {"inputs_embeds": torch.cat([before.to(tokens.dtype).expand(len(tokens), -1, -1), tokens], 1)}
         with bridged(keep):
-            self.base(input_ids=input_ids, use_cache=False, **positions)
+            self.base(**given, use_cache=False, **positions)
         return seen[0]
 
     def head(self, hidden: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from kwflow.axes import Axed
+from kwflow.captures import Capture
 from kwflow.errors import KwargError, SessionError, UnsupportedError
+from kwflow.models.beams import AtEachStep, returning_beams
 from kwflow.models.distributed import EXTRAS, NOT_SENT, Distributed, During, columns_of, during
 from kwflow.models.prepare import arguments, cache_argument
 from kwflow.models.remote_cache import RemoteCache
@@ -36,6 +38,7 @@ class Generates(Distributed):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Hugging Face's own generate; kwargs of the blocks act at every step, expanded over beams by their axes.
 
+        Under beams a Capture holds each final sequence's own tokens, and is not continued by a later call.
         Every mode that transformers runs without code from the hub: greedy, sampled, beams, assisted, prompt lookup.
         With ``return_dict_in_generate=True`` the output's cache is the session, and may be given to the next call.
         Raises UnsupportedError for what a session on workers cannot do, before anything is sent.
@@ -59,9 +62,17 @@ class Generates(Distributed):
             if ahead:
                 raise SessionError(f"generate: prefix_kv stands before column 0, and the cache holds {cache!r}")
             ahead = cache.session.prefix
-        token = during.set(During(own, *self._prompt(call, settings.pad_token_id), cache, ahead))
+        prompt, wanted = self._prompt(call, settings.pad_token_id), own.get("capture")
+        beams = AtEachStep(wanted) if isinstance(wanted, Capture) and (settings.num_beams or 1) > 1 else None
+        if beams is not None:
+            own, call = {**own, "capture": beams}, returning_beams(call)
+        token = during.set(During(own, *prompt, cache, ahead))
         try:
-            return super().generate(**call)  # type: ignore[misc]
+            out = super().generate(**call)  # type: ignore[misc]
+            if beams is None:
+                return out
+            beams.give(out.beam_indices, prompt[0])
+            return out if settings.return_dict_in_generate else out.sequences
         finally:
             during.reset(token)
             if mine is not None:
@@ -116,8 +127,6 @@ class Generates(Distributed):
                 f"{str(mode.value).replace('_', ' ')}: transformers keeps it at {GENERATION_MODES_MAPPING[mode]}, "
                 f"and would run that code from the hub"
             )
-        if own.get("capture") is not None and (settings.num_beams or 1) > 1:
-            raise UnsupportedError("generate(num_beams=…, capture=…): which row ends as which beam is not followed yet")
         for name, value in own.items():
             for leaf in value.values() if isinstance(value, Mapping) else [value]:
                 if isinstance(leaf, Axed) and (leaf.size("seq") or 1) != 1:

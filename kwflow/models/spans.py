@@ -22,6 +22,7 @@ from kwflow.models.prepare import cache_argument, recorder
 from kwflow.models.progress import progress
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
+from kwflow.patterns import PATTERN, attention_path
 from kwflow.schema import schema
 
 
@@ -130,12 +131,15 @@ def load_span(
     kept = kept_modules(whole) if mode else []
     fill_buffers(whole, base.get_submodule(family.layers.rpartition(".")[0]), skip=layer_list(base, family))
     prepare = recorder(whole.config, base, family, kinds)
+    attention = attention_path(whole, modules[0])
+    at = {**family.points, **({PATTERN: attention} if attention else {})}
     refused = {"position_ids": family.positions} if family.positions else {}
     taken = schema(
         model_sizes(config),
         positions=not family.positions,
         refused=refused,
         points=("embed", "resid_pre", *family.points, "resid"),
+        looked_at=(PATTERN,) if attention else (),
         projections=projections.common(map(projections.find, modules)),
     )
     blocks, hashes = [], []
@@ -149,10 +153,11 @@ def load_span(
         if mode:
             quantize_layer(layer, mode, name=f"{prefix}.{number}", kept=kept)
         projections.install(layer)
-        points.install(layer, family.points)
+        points.install(layer, at)
         layer.requires_grad_(False).eval()
         params = dict(layer.named_parameters())
-        blocks.append(Block(number, layer, params, prepare, taken, cache_argument(layer.forward), kinds[number]))
+        own = (cache_argument(layer.forward), kinds[number])
+        blocks.append(Block(number, layer, params, prepare, taken, *own, attention=attention))
     identity = {
         "checkpoint": checkpoint.checkpoint_id(),
         "attention": config_attention(whole),

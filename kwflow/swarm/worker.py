@@ -426,8 +426,8 @@ def _unmapped(operations: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor]
             if type(dim) is not int or not 0 <= dim < tensor.dim() or not tensor.shape[dim]:
                 raise KwargError(f"vmap over dimension {dim!r:.20} of {describe(tensor)}")
             what = bound.leaves[i - 1].what if 0 < i <= len(bound.leaves) else ""
-            if what.startswith(("edit", "capture")) and not tensor.is_floating_point():
-                raise KwargError(f"{what}: positions are not mapped over")
+            if what.startswith(("edit", "capture", "lora", "ia3")) and not tensor.is_floating_point():
+                raise KwargError(f"{what}: whole numbers, which say where it acts, are not mapped over")
             left[i] = tensor.select(dim, 0)
     if len(left) != 1 + len(bound.leaves):
         raise KwargError(f"{len(left)} tensors for hidden and {len(bound.leaves)} of the kwargs")
