@@ -40,7 +40,8 @@ def gap(found: Compared) -> float:
     """The largest gap relative to the largest magnitude; 0.0 is bitwise."""
     if all(torch.equal(ours, expected) for _, ours, expected in found):
         return 0.0
-    return max(((a.double() - b.double()).abs().max() / b.double().abs().max()).item() for _, a, b in found)
+    gaps = [(a.double() - b.double()).abs().max() / b.double().abs().max() for _, a, b in found]
+    return torch.stack(gaps).max().item()  # NaN if one is
 
 
 def cell(row: Row, families: list[str], check: str, dtype: str) -> str:
@@ -52,7 +53,7 @@ def cell(row: Row, families: list[str], check: str, dtype: str) -> str:
         for family in mine:
             REFUSALS[check](row, family)
         return "refused"
-    worst = max(gap(COMPARISONS[check](row, family, DTYPES[dtype])) for family in mine)
+    worst = torch.tensor([gap(COMPARISONS[check](row, family, DTYPES[dtype])) for family in mine]).max().item()
     return f"{worst:.0e}" if worst else "bitwise"
 
 

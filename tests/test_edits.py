@@ -197,7 +197,7 @@ def test_every_edit_is_what_hooks_do(family: str, case: str) -> None:
 
 @families(SOME, quick=("llama", "opt"))
 def test_the_points_are_what_the_parts_add(family: str) -> None:
-    """Without what attention and feed-forward add, every layer is the identity (every family: tests/test_captures.py)."""
+    """Without what attention and feed-forward add, every layer is the identity (all families: test_captures.py)."""
     hidden = random(2, 5, D)
     nothing = [kf.scale(0.0, range(L), point=point) for point in ("attn", "mlp")]
     out = flow(family, TWO)(hidden, edit=nothing)
