@@ -246,7 +246,14 @@ def schema_of(family: str) -> Schema:
     own = family_of(config(family))
     refused = {"position_ids": own.positions} if own.positions else {}
     points = ("embed", "resid_pre", *own.points, "resid")
-    return schema({}, positions=not own.positions, refused=refused, points=points, projections={"any": (1, 1)})
+    return schema(
+        {},
+        positions=not own.positions,
+        refused=refused,
+        points=points,
+        looked_at=("pattern",),
+        projections={"any": (1, 1)},
+    )
 
 
 def refusing(row: Row, family: str) -> str:
