@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import kwflow as kf
+from benchmarks.kwargs import headings
 from kwflow.models.families import FAMILIES
 from kwflow.schema import schema
+from tests.rows import ROWS
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -31,6 +33,14 @@ def test_every_builtin_kwarg_and_family_stands_there() -> None:
         assert f"| `{name}` |" in README
     for family in FAMILIES:
         assert re.search(rf"\| {family}\b", README), family
+
+
+def test_the_table_of_kwargs_has_every_row_and_check() -> None:
+    """As ``python -m benchmarks.kwargs`` prints it."""
+    table = README.split("| " + " | ".join(headings()) + " |\n")[1].split("\n\n")[0]
+    lines = [line.split(" | ") for line in table.splitlines()[1:]]
+    assert [line[0].removeprefix("| ") for line in lines] == [row.name for row in ROWS]
+    assert all(len(line) == len(headings()) and "" not in line for line in lines)
 
 
 def test_every_public_name_that_it_uses_exists() -> None:
