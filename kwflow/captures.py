@@ -235,7 +235,8 @@ def take(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)  # a sum in float16 would overflow
         total = torch.where(there, x, torch.zeros_like(x)).sum(1, keepdim=True, dtype=wide)
         return (total / there.sum(1, keepdim=True).clamp(min=1)).to(x.dtype)
-    return x.clone() if place is None else _lay_out(x, place, entry["count"], fill=0)
+    x = x.clone()  # falcon adds to its feed-forward's output in place, and gather keeps its input for the gradient
+    return x if place is None else _lay_out(x, place, entry["count"], fill=0)
 
 
 def _lay_out(x: Tensor, place_BS: Tensor, count: int, *, fill: int) -> Tensor:

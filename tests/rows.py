@@ -204,7 +204,7 @@ def keeping(place: Place) -> list[Hook]:
     for point in points_of(place.family):
 
         def keep(value: Tensor, key: tuple[str, int] = (point, place.layer)) -> Tensor:
-            place.seen[key] = value
+            place.seen[key] = value.clone()  # falcon adds to it in place
             return value
 
         hooks.append((before if point == "head" else behind)(place, place.module(point), keep))
