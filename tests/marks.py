@@ -1,8 +1,8 @@
-"""Which families a test takes: one in the quick set, the others in the slow one."""
+"""What a test takes in the quick set, and what in the slow one only: where several take the same way through the code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +10,14 @@ import pytest
 from tests.tiny import FAMILIES
 
 
+def quickly(quick: Sequence[str], every: Iterable[str]) -> list[Any]:
+    """The values of a parameter; those that are not ``quick`` are marked slow."""
+    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in every]
+
+
 def families(names: Sequence[str], quick: Sequence[str] = ("llama",)) -> Any:
-    """Parametrize ``family``; those that are not ``quick`` are marked slow."""
-    return pytest.mark.parametrize(
-        "family", [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names]
-    )
+    """Parametrize ``family``."""
+    return pytest.mark.parametrize("family", quickly(quick, names))
 
 
 every_family = families(FAMILIES)

@@ -18,7 +18,7 @@ from kwflow.errors import KwargError, SessionError, SpanError, UnsupportedError
 from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.families import family_of
 from tests.configs import CONFIGS, config
-from tests.marks import every_family, families
+from tests.marks import every_family, families, quickly
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of, residual
 from tests.table import MASK, B, D, L, S
 from tests.tiny import (
@@ -234,7 +234,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("at", ["all", "prompt[-1]", "generated", "prompt[1:]", [2, 6]])
-@pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.slow] if "sampled" in m else []) for m in MODES])
+@pytest.mark.parametrize("mode", quickly(["several returned", "prompt in chunks"], MODES))
 def test_captures_are_those_of_the_final_sequences(mode: str, at: Any) -> None:
     """Each final sequence, run anew without a cache by the Hugging Face model: its last token never was an input."""
     family = {"beams": "gpt2", "sampled": "bloom"}.get(mode, "llama")

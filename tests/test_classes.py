@@ -33,11 +33,12 @@ def classifiers(family: str, **labels: Any) -> tuple[Any, Any]:
     """Ours and Hugging Face's, whose new heads are drawn from the same seed."""
     from transformers import AutoModelForSequenceClassification
 
+    where = folder(family)  # made here: its random weights would take numbers after the seed
     torch.manual_seed(4)
-    local = AutoModelForSequenceClassification.from_pretrained(folder(family), **labels).eval()
+    local = AutoModelForSequenceClassification.from_pretrained(where, **labels).eval()
     torch.manual_seed(4)
     with pytest.warns(UserWarning, match=r"has no score\.weight .*initialised as transformers does, and trainable"):
-        ours = Classifier.from_pretrained(folder(family), flow=make_flow(family, TWO, own_ends=True), **labels)
+        ours = Classifier.from_pretrained(where, flow=make_flow(family, TWO, own_ends=True), **labels)
     return ours, local
 
 

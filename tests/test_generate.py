@@ -293,7 +293,10 @@ def drafts(family: str) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
     }
 
 
-@pytest.mark.parametrize("way", drafts("llama"))
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(w, marks=() if w in ("assisted", "prompt lookup") else pytest.mark.slow) for w in drafts("llama")],
+)
 def test_drafted_tokens_are_the_local_ones_and_only_the_target_takes_kwargs(pair: tuple[Any, Any], way: str) -> None:
     model, local = pair
     how, given = drafts(local.config.model_type)[way]

@@ -398,6 +398,7 @@ def test_check_notebooks_fails_on_an_error(tmp_path: Path, cells: list[str], sta
     assert said in run.stdout + run.stderr
 
 
+@pytest.mark.slow
 def test_check_notebooks_fails_when_there_are_none(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "tests" / "execute_notebooks.py"), str(tmp_path)]
     assert subprocess.run(script, capture_output=True, timeout=120, check=False).returncode == 1

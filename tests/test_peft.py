@@ -21,6 +21,7 @@ from kwflow.errors import KwargError, ModelError, ShapeError, SpanError, Unknown
 from kwflow.peft_files import CONFIG, PICKLE, WEIGHTS
 from tests import tiny
 from tests.configs import CONFIGS, HIDDEN, LAYERS
+from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close
 from tests.table import distributed
 from tests.tiny import EACH, TWO, Requests, flow, huggingface, ids, left_padded, positions_of, random, span
@@ -93,7 +94,7 @@ def assert_same_tensors(ours: Any, theirs: Any) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
+@every_family
 def test_a_folder_and_a_live_model_compute_what_peft_does(family: str, kind: str, tmp_path: Path) -> None:
     tokens = ids(B, S)
     for dtype in (torch.float32, torch.float64):

@@ -225,6 +225,7 @@ class Inside(nn.Module):
         self.base, self.base_model_prefix = base, "base"
 
 
+@pytest.mark.slow
 def test_thirty_steps_of_tuning_a_classifier_in_fp64() -> None:
     """The losses of every step within the table: nothing is lost of a gradient, and nothing drifts."""
     from transformers import AutoModelForSequenceClassification
@@ -361,6 +362,7 @@ def test_modes_and_lengths_are_checked() -> None:
 # ---- transformers' Trainer
 
 
+@pytest.mark.slow
 def test_trainer_runs_saves_and_resumes(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
