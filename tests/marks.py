@@ -1,4 +1,4 @@
-"""What a test takes in the quick set, and what in the slow one only: where several take the same way through the code."""
+"""What a test takes in the quick set, and what in the slow one only: where several go the same way through the code."""
 
 from __future__ import annotations
 
