@@ -108,6 +108,7 @@ def answers(remote: Any, number: int) -> list[Tensor]:
     }
     with torch.no_grad(), remote.session(S) as session:
         found.append(session.step(hidden[:, :9], phase="prompt", **static))
+        static.pop("prefix_kv", None)  # it stands before the first step
         found += [session.step(hidden[:, n : n + 1], phase="generated", **static) for n in (9, 10)]
     return found
 
