@@ -48,12 +48,18 @@ def kinds(flow: Any, rank: int) -> dict[str, dict[str, Any]]:
         "a vector at every layer": {"steer": kf.axes(small(layers, width), "layer hidden")},
         "kf.add at one point": {"edit": kf.add(small(width), layers=middle, point="attn")},
         f"LoRA of rank {rank} on q_proj and v_proj": {"lora": lora},
+        "the same, as kf.adapters gives it (by layer)": kf.per_layer([{"lora": _of(lora, n)} for n in range(layers)]),
         "IA3 on k_proj and v_proj": {
             "ia3": {n: 1 + small(layers, out) for n, (_, out) in sizes.items() if n.endswith(("k_proj", "v_proj"))}
         },
         "deep prompts of 8": {"prompts": small(layers, 1, 8, width)},
         "a head mask": {"head_mask": torch.ones(layers, heads)},
     }
+
+
+def _of(lora: dict[str, dict[str, torch.Tensor]], layer: int) -> dict[str, dict[str, torch.Tensor]]:
+    """One layer's part."""
+    return {name: {side: tensor[layer] for side, tensor in own.items()} for name, own in lora.items()}
 
 
 def measure(model: str, workers: int, threads: int, tokens: int, rank: int) -> dict[str, list[float]]:

@@ -14,13 +14,14 @@ an ``adapter`` axis; -1 is none, and leaves the row as it is whatever the adapte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kwflow.axes import Axed, bind, check_sizes, describe, spread, without_layer
+from kwflow import tree as trees
+from kwflow.axes import Axed, bind, bind_floats, check_sizes, describe, spread, without_layer
 from kwflow.bound import is_mapped
 from kwflow.errors import AxesError, KwargError, UnknownKwarg, did_you_mean
 
@@ -56,6 +57,44 @@ def check(
     return bound
 
 
+def stacked(by_layer: Mapping[int, Any], span: tuple[int, int]) -> Any:
+    """Every layer's own as one value with a ``layer`` axis; None where layers differ in more than their numbers.
+
+    One tensor for thirty: what binds, checks and sends a kwarg at every step has as many fewer to look at.
+    """
+    layers = range(*span)
+    if by_layer.keys() != set(layers) or any(_by_row(own) for own in by_layer.values()):
+        return None
+    try:
+        flat = [trees.flatten(by_layer[layer]) for layer in layers]
+    except KwargError:
+        return None  # whoever binds it says what is wrong
+    if len({repr(skeleton) for _, skeleton in flat}) > 1:
+        return None
+    whole = [_stack(leaves) for leaves in zip(*(leaves for leaves, _ in flat), strict=True)]
+    return None if any(leaf is None for leaf in whole) else trees.unflatten(whole, flat[0][1])
+
+
+def _by_row(own: Any) -> bool:
+    """Whether a layer's value has tensors that take no ``layer`` axis: rows, or a tensor for lora's scale."""
+    parts = own.values() if isinstance(own, Mapping) else [None]
+    return any(
+        part is None or (isinstance(part, Mapping) and ("rows" in part or isinstance(part.get("scale"), Tensor | Axed)))
+        for part in parts
+    )
+
+
+def _stack(leaves: Sequence[Tensor | Axed]) -> Tensor | Axed | None:
+    axes = {leaf.axes if isinstance(leaf, Axed) else None for leaf in leaves}
+    tensors = [leaf.tensor if isinstance(leaf, Axed) else leaf for leaf in leaves]
+    if len(axes) > 1 or len({(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors}) > 1:
+        return None
+    whole, [named] = torch.stack(tensors), axes
+    if named is None:
+        return whole
+    return None if "layer" in named else Axed(whole, ("layer", *named))
+
+
 def resolve(asked: Any, projections: Projections, what: str) -> str:
     """A projection's full name, from that name or from its end: ``"q_proj"`` is ``"self_attn.q_proj"``."""
     if asked in projections:
@@ -88,7 +127,7 @@ def _lora(value: Any, sizes: Mapping[str, int], what: str, own_layer: bool) -> d
         bound[key] = _leaf(value[key], whose, (inner,), sizes, free, f"{what}[{key!r}]", own_layer)
     scale = value.get("scale", 1.0)
     if isinstance(scale, Tensor | Axed):
-        bound["scale"] = _bound(scale, (whose,), sizes, free, f"{what}['scale']")
+        bound["scale"] = bind_floats(scale, (whose,), sizes, free, what=f"{what}['scale']")
     elif isinstance(scale, int | float) and not isinstance(scale, bool):
         bound["scale"] = float(scale)
     else:
@@ -150,17 +189,7 @@ def _leaf(
             raise AxesError(f"{what} was declared {' '.join(value.axes)!r} without {lacks}; give both or neither")
     else:
         forms = (f"layer {whose} {inner[0]}",)
-    return _bound(value, tuple(map(without_layer, forms)) if own else forms, sizes, free, what)
-
-
-def _bound(value: Any, forms: tuple[str, ...], sizes: Mapping[str, int], free: dict[str, int], what: str) -> Axed:
-    if not isinstance(value, Tensor | Axed):
-        raise KwargError(f"{what} is {value!r:.60}; it takes a tensor with axes {' | '.join(map(repr, forms))}")
-    leaf = bind(value, forms, what=what)
-    if not leaf.tensor.is_floating_point():
-        raise KwargError(f"{what} is {describe(leaf.tensor)}; it takes float tensors")
-    check_sizes(leaf, sizes, free, what=what)
-    return leaf
+    return bind_floats(value, tuple(map(without_layer, forms)) if own else forms, sizes, free, what=what)
 
 
 # ---- how they act ------------------------------------------------------------------------------------------------

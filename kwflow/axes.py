@@ -15,16 +15,18 @@ Any other name is free: it is never cut. ``layer batch seq head`` broadcast at s
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from kwflow.errors import AxesError, ShapeError
+from kwflow.errors import AxesError, KwargError, ShapeError
 
 Names = tuple[str, ...]
 
@@ -55,6 +57,7 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
 
 
+@functools.lru_cache(1024)
 def parse(text: str, *, optional: bool = False) -> Names:
     """Parse ``"batch hidden"``; with ``optional`` the names may stand in brackets, which are kept.
 
@@ -110,14 +113,15 @@ class Axes:
         raise TypeError(f"{self!r} is an annotation, not a function")
 
 
-def expansions(signature: str) -> list[Names]:
+@functools.lru_cache(1024)
+def expansions(signature: str) -> tuple[Names, ...]:
     """Every concrete form of a signature: each name in brackets present or not.
 
     >>> expansions("[batch] hidden")
-    [('batch', 'hidden'), ('hidden',)]
+    (('batch', 'hidden'), ('hidden',))
     """
     choices = [((name[1:-1],), ()) if name.startswith("[") else ((name,),) for name in parse(signature, optional=True)]
-    return [tuple(itertools.chain(*pick)) for pick in itertools.product(*choices)]
+    return tuple(tuple(itertools.chain(*pick)) for pick in itertools.product(*choices))
 
 
 def without_layer(signature: str) -> str:
@@ -167,6 +171,24 @@ def check_sizes(leaf: Axed, sizes: Mapping[str, int], free: dict[str, int], *, w
             f"{what} has {axis} = {size}, expected {expected}{one} "
             f"(axes {' '.join(leaf.axes)!r}, {describe(leaf.tensor)})"
         )
+
+
+def bind_floats(
+    value: Any, signatures: Sequence[str], sizes: Mapping[str, int], free: dict[str, int], *, what: str
+) -> Axed:
+    """Give a tensor of floats its axes and compare its sizes: :func:`bind`, then :func:`check_sizes`.
+
+    Raises KwargError for what is no tensor of floats, AxesError or ShapeError.
+    """
+    if not isinstance(value, Tensor | Axed):
+        plain = value is None or isinstance(value, bool | int | float | str)
+        said = f"{value!r:.60}" if plain else f"a {type(value).__name__}"
+        raise KwargError(f"{what} is {said}; it takes a tensor with axes {' | '.join(map(repr, signatures))}")
+    leaf = bind(value, signatures, what=what)
+    if not leaf.tensor.is_floating_point():
+        raise KwargError(f"{what} is {describe(leaf.tensor)}; it takes float tensors")
+    check_sizes(leaf, sizes, free, what=what)
+    return leaf
 
 
 # ---- cuts and joins, each followed by its adjoint ---------------------------------------------------------------

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow.axes import Axed, bind, check_sizes, describe, expansions, spread
+from kwflow.axes import Axed, bind_floats, check_sizes, expansions, spread
 from kwflow.errors import KwargError, ShapeError, SpanError, did_you_mean
 from kwflow.positions import Columns, select, token_position
 
@@ -210,15 +210,7 @@ def _forms(kind: str, point: str) -> tuple[str, ...]:
 def _bound(value: Any, forms: Sequence[str], sizes: Mapping[str, int], free: dict[str, int], what: str) -> Any:
     if isinstance(value, float) and forms[0].split()[-1] not in ("hidden", "head_dim"):
         return value
-    if not isinstance(value, Tensor | Axed):
-        plain = value is None or isinstance(value, bool | float | str)
-        said = f"{value!r:.60}" if plain else f"a {type(value).__name__}"
-        raise KwargError(f"{what} is {said}; it takes a tensor with axes {' | '.join(map(repr, forms))}")
-    leaf = bind(value, forms, what=what)
-    if not leaf.tensor.is_floating_point():
-        raise KwargError(f"{what} is {describe(leaf.tensor)}; it takes float tensors")
-    check_sizes(leaf, sizes, free, what=what)
-    return leaf
+    return bind_floats(value, forms, sizes, free, what=what)
 
 
 # ---- how they act ------------------------------------------------------------------------------------------------

@@ -92,9 +92,12 @@ def bind_kwargs(
         elif isinstance(value, PerLayer) or (spec.by_layer and _of_layers(value, spec)):
             if spec.group == "call":
                 raise KwargError(f"{name} holds for the whole call: it cannot differ by layer")
-            for layer, own in _by_layer(name, value, span).items():
-                if own is not None:
-                    found.setdefault((layer,), {})[name] = own
+            by_layer = {layer: own for layer, own in _by_layer(name, value, span).items() if own is not None}
+            if spec.projections and (whole := adapt.stacked(by_layer, span)) is not None:
+                found["layers"][name] = whole
+                continue
+            for layer, own in by_layer.items():
+                found.setdefault((layer,), {})[name] = own
         else:
             found[spec.group][name] = value
     _refuse_missing(schemas, span, found)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow.axes import Axed, bind, check_sizes, describe
+from kwflow.axes import Axed, bind_floats, describe
 from kwflow.bound import Bound, is_wrapped
 from kwflow.errors import KwargError, ShapeError, did_you_mean
 from kwflow.schema import PREFIX_KV
@@ -94,13 +94,7 @@ def _leaf(value: Any, key: str, sizes: Mapping[str, int], free: dict[str, int], 
     inner = f"kv_head prefix {own if own in sizes else 'head_dim'}"
     layer, batch = ("[layer] ", "[batch] ") if isinstance(value, Axed) else ("layer ", "batch ")
     form = batch + inner if own_layer else layer + batch + inner
-    if not isinstance(value, Tensor | Axed):
-        raise KwargError(f"{what} is {value!r:.60}; it takes a tensor with axes {form!r}")
-    leaf = bind(value, [form], what=what)
-    if not leaf.tensor.is_floating_point():
-        raise KwargError(f"{what} is {describe(leaf.tensor)}; it takes float tensors")
-    check_sizes(leaf, sizes, free, what=what)
-    return leaf
+    return bind_floats(value, [form], sizes, free, what=what)
 
 
 def length(bound: Bound) -> int:

@@ -17,7 +17,8 @@ from torch.func import jvp
 import kwflow as kf
 from kwflow.errors import KwargError
 from tests.configs import CONFIGS
-from tests.oracle import assert_bits, assert_close, residual
+from tests.oracle import assert_bits, assert_close, cache_name, residual
+from tests.rows import filled, prefix_sizes
 from tests.tiny import HEADS, HIDDEN, LAYERS, TWO, flow, folder, ids, left_padded, make_flow, positions_of, random, span
 
 PADS, S = (0, 3, 1), 9
@@ -153,3 +154,25 @@ def test_calls_beside_one_that_looks_at_patterns_are_as_ever() -> None:
         done.set()
         thread.join()
     assert_bits(run(spec.params, hidden, **given), expected)
+
+
+@pytest.mark.parametrize("pads", [PADS, (0, 0, 0)], ids=["padded", "no pads"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_prefix_has_keys_in_the_pattern_too(family: str, pads: tuple[int, ...]) -> None:
+    """Its columns stand first; in a session as well."""
+    remote, sizes, mask = flow(family, TWO), prefix_sizes(family), left_padded(pads, S)
+    kv = {name: random(LAYERS, 1, *size, seed=i) for i, (name, size) in enumerate(sizes.items())}
+    ahead = sizes["k"][1]
+    x = remote.inputs({"input_ids": IDS, "attention_mask": mask}, prefix=ahead)
+    cache = filled([{name: tensor[layer] for name, tensor in kv.items()} for layer in range(LAYERS)], B)
+    seen = torch.cat([torch.ones(B, ahead, dtype=torch.long), mask], 1)
+    given = {"position_ids": positions_of(mask) + ahead, cache_name(eager(family)): cache}
+    local = eager(family)(IDS, attention_mask=seen, output_attentions=True, **given)
+    _, acts = remote.capture({"pattern": [0, 3]}, **x, prefix_kv=kv)
+    with torch.no_grad(), remote.session(ahead + S) as session:
+        session.step(**x, prefix_kv=kv, capture=(steps := kf.Capture(pattern=[0, 3])))
+    for layer in (0, 3):
+        for row, first in enumerate(pads):
+            expected = local.attentions[layer].transpose(1, 2)[row, first:]
+            assert_close(acts["pattern", layer][row, : S - first], expected, f"call {layer} {row}")
+            assert_close(steps["pattern", layer][row, : S - first], expected, f"session {layer} {row}")

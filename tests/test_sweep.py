@@ -15,6 +15,7 @@ from torch.func import grad, vmap
 import kwflow as kf
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg
 from tests.oracle import assert_close, residual
+from tests.rows import prefix_sizes
 from tests.tiny import (
     EACH,
     HEADS,
@@ -274,3 +275,14 @@ def test_a_grid_says_what_an_axis_is() -> None:
         kf.grid(kf.add)
     with pytest.raises(AxesError, match="variant 0"):
         kf.sweep(flow("llama", TWO), inputs("llama"), [{"steer": V}])
+
+
+def test_behind_a_prefix_and_over_prefixes() -> None:
+    remote, x = flow("llama", TWO), {"hidden": random(B, S, D, seed=6), "attention_mask": MASK}
+    kv = {name: random(L, 1, *size, seed=i) for i, (name, size) in enumerate(prefix_sizes("llama").items())}
+    found = kf.sweep(remote, {**x, "prefix_kv": kv}, kf.grid(kf.add, value=torch.stack([V, W]), layers=[1, 3]))
+    for i, value in enumerate((V, W)):
+        for j, layer in enumerate((1, 3)):
+            assert_close(found[i, j], remote(**x, prefix_kv=kv, edit=[kf.add(value, layer)]), f"{i} at {layer}")
+    several = [{"prefix_kv": {name: tensor * scale for name, tensor in kv.items()}} for scale in (1.0, 2.0)]
+    assert_close(kf.sweep(remote, x, several), torch.stack([remote(**x, **one) for one in several]))
