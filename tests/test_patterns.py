@@ -171,6 +171,9 @@ def test_a_prefix_has_keys_in_the_pattern_too(family: str, pads: tuple[int, ...]
     _, acts = remote.capture({"pattern": [0, 3]}, **x, prefix_kv=kv)
     with torch.no_grad(), remote.session(ahead + S) as session:
         session.step(**x, prefix_kv=kv, capture=(steps := kf.Capture(pattern=[0, 3])))
+        session.step(**session.inputs(ids(B, 1, seed=5)), capture=(later := kf.Capture(pattern=[0])))
+    assert_close(later["pattern", 0].sum(-1), torch.ones(B, 1, HEADS))
+    assert later["pattern", 0].shape == (B, 1, HEADS, ahead + S + 1)
     for layer in (0, 3):
         for row, first in enumerate(pads):
             expected = local.attentions[layer].transpose(1, 2)[row, first:]
