@@ -169,7 +169,7 @@ def test_a_prefix_has_keys_in_the_pattern_too(family: str, pads: tuple[int, ...]
     given = {"position_ids": positions_of(mask) + ahead, cache_name(eager(family)): cache}
     local = eager(family)(IDS, attention_mask=seen, output_attentions=True, **given)
     _, acts = remote.capture({"pattern": [0, 3]}, **x, prefix_kv=kv)
-    with torch.no_grad(), remote.session(ahead + S) as session:
+    with torch.no_grad(), remote.session(ahead + S + 1) as session:
         session.step(**x, prefix_kv=kv, capture=(steps := kf.Capture(pattern=[0, 3])))
         session.step(**session.inputs(ids(B, 1, seed=5)), capture=(later := kf.Capture(pattern=[0])))
     assert_close(later["pattern", 0].sum(-1), torch.ones(B, 1, HEADS))
