@@ -19,6 +19,7 @@ from kwflow.models.spans import load_span
 from kwflow.swarm.directory import WorkerRecord, announced
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.lifetime import Parent
+from kwflow.swarm.push import Neighbours
 from kwflow.swarm.worker import Served
 
 
@@ -64,6 +65,7 @@ async def serve(
     """Serve a span as part of the model ``name`` until SIGINT or SIGTERM; say so to the parent, or on the terminal."""
     served = Served(spec, model=name, kv_bytes=kv_bytes)
     node = await Node.start(listen=listen, port=port, initial_peers=join, public=public, own_session=parent is None)
+    neighbours = served.neighbours = Neighbours(node, name)
     try:
         await node.serve(served.accept)
         record = WorkerRecord(
@@ -90,4 +92,5 @@ async def serve(
                 await stop.wait()
     finally:
         served.close()
+        await neighbours.aclose()
         await node.stop()
