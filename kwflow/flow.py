@@ -156,8 +156,10 @@ class Flow:
         if any(is_wrapped(t) for t in tensors) or _in_forward_mode(tensors):
             return plan.by_spans(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            tensors = tuple(t.clone() if t.is_inference() else t for t in tensors)  # those cannot be saved for backward
-            return PlanCall.apply(plan, *tensors)  # type: ignore[no-any-return]
+            # of inference tensors nobody can tell in backward whether they were changed since, nor save them for it
+            tensors = tuple(t.clone() if t.is_inference() else t for t in tensors)
+            own = replace(plan, bound=plan.bound.with_tensors(tensors[1:]))
+            return PlanCall.apply(own, *tensors)  # type: ignore[no-any-return]
         return plan.run(plan.forward(tensors))[0]
 
     async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:
