@@ -5,7 +5,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for the processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -32,3 +34,12 @@ def smollm2() -> Path:
     from kwflow.models.checkpoint import model_path
 
     return model_path("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_swarm(smollm2: Path) -> Iterator[Any]:
+    """The embedded model on two workers; started once, so no test may stop one."""
+    from kwflow.swarm.local import local_swarm
+
+    with local_swarm("smollm2-135m", workers=2) as swarm:
+        yield swarm

@@ -16,9 +16,19 @@ from tests.tiny import folder, span
 
 FAMILIES = ("llama", "gpt2", "bloom", "mixtral")  # rotary, learned, ALiBi; sliding windows and experts
 ADDS_IN_PLACE = [("capture", "grad"), ("edit", "grad")]  # falcon, to what its feed-forward gives
+FURTHER = ("vmap", "jvp", "double backward")  # quick for one kwarg of each place where kwargs act
+PLACES = ("prompts", "edit: put", "lora", "prefix_kv")
+
+
+def quick(family: str, row: Row, check: str) -> bool:
+    return family == "llama" and (check not in FURTHER or row.name in PLACES)
+
+
 CASES = [
     pytest.param(
-        family, row, check, id=f"{family}-{row.name}-{check}", marks=() if family == "llama" else pytest.mark.slow
+        *(family, row, check),
+        id=f"{family}-{row.name}-{check}",
+        marks=() if quick(family, row, check) else pytest.mark.slow,
     )
     for family in (*FAMILIES, "falcon")
     for row in ROWS

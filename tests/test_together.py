@@ -41,7 +41,7 @@ def of_one_size(row: Row, family: str, n: int) -> dict[str, Tensor]:
 
 
 @families(["llama", "gpt2"])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_batch_as_large_as_heads_ranks_prompts_and_columns(family: str, n: int) -> None:
     """Alone and all in one call, cut into rows or not: an axis that is guessed by its size is guessed wrong.
 
