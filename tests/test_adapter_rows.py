@@ -112,6 +112,7 @@ def test_none_adds_nothing_to_minus_zero_and_nothing_of_infinity() -> None:
     assert_bits(adapt.after(y, x, {"lora": lora}, (1, 1)), y)
 
 
+@pytest.mark.slow
 def test_gradients_sum_over_the_rows_that_use_an_adapter() -> None:
     remote = flow("llama", TWO, torch.float64).options(batch_tokens=3 * S)
     hidden, weights = (random(B, S, D, seed=seed, dtype=torch.float64) for seed in (0, 7))

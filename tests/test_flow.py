@@ -249,6 +249,7 @@ def test_under_inference_mode_and_no_grad() -> None:
     assert_bits(q.grad, p.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_from_two_threads_at_once() -> None:
     remote = flow("llama", THREE).options(batch_tokens=4)
     hidden, barrier = random(3, 4, HIDDEN), threading.Barrier(2, timeout=20)

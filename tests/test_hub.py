@@ -358,6 +358,7 @@ def test_a_hub_that_sends_no_parts_is_an_error_not_a_download(served: HubServer,
         Checkpoint(find_model("user/tiny")).checkpoint_id()
 
 
+@pytest.mark.slow
 def test_nothing_is_written_into_a_folder_and_kwflows_cache_is_not_needed(
     served: HubServer, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from kwflow.errors import KwargError, ModelError, ShapeError, SpanError, Unknown
 from kwflow.peft_files import CONFIG, PICKLE, WEIGHTS
 from tests import tiny
 from tests.configs import CONFIGS, HIDDEN, LAYERS
-from tests.marks import every_family
+from tests.marks import every_family, quickly
 from tests.oracle import assert_bits, assert_close, residual
 from tests.table import distributed
 from tests.test_quantize import MODES, quantized_flow, reference
@@ -280,7 +280,15 @@ def test_rows_train_the_adapters_that_they_share() -> None:
 # ---- trained -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family, kind", [("llama", "lora"), ("gpt2", "lora"), ("llama", "ia3"), ("gpt2", "prompt")])
+@pytest.mark.parametrize(
+    "family, kind",
+    [
+        ("llama", "lora"),
+        pytest.param("gpt2", "lora", marks=pytest.mark.slow),
+        pytest.param("llama", "ia3", marks=pytest.mark.slow),
+        ("gpt2", "prompt"),
+    ],
+)
 def test_steps_of_training_through_a_flow_are_pefts_own(family: str, kind: str, tmp_path: Path) -> None:
     model, tokens = tuned(family, KINDS[kind](family), torch.float64), ids(B, S)
     adapter, remote = kf.adapters.read(model).requires_grad_(), flow(family, TWO, torch.float64)
@@ -338,7 +346,7 @@ def test_a_prefix_is_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "ia3"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quickly(["nf4"], MODES))
 @every_family
 def test_quantized_workers_adapt_as_peft_over_transformers_quantized_model(family: str, mode: str, kind: str) -> None:
     """Values and gradients of PEFT's own layers over bitsandbytes' linears: A and B, or the vectors, and hidden.

@@ -16,7 +16,7 @@ from tests.test_tuning import hooked
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 MODEL = "smollm2-135m"
 TEXTS = ["The weather in Paris is", "Hello"]
-NEW = 8
+NEW = 6
 
 
 @pytest.fixture(scope="module")
