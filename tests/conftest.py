@@ -5,13 +5,16 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for the processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach the network
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
-collect_ignore = ["echo_worker.py"]  # a program, not a module: collecting its doctests would run it
+# Programs, not modules: to collect doctests, pytest would run the one, and import half of Jupyter (5 s) for the other.
+collect_ignore = ["echo_worker.py", "execute_notebooks.py"]
 
 # Runs are the same everywhere: a failing example is found again by running the test again. deadline: CPUs are shared.
 hypothesis.settings.register_profile("kwflow", deadline=None, derandomize=True, max_examples=50)
@@ -31,3 +34,12 @@ def smollm2() -> Path:
     from kwflow.models.checkpoint import model_path
 
     return model_path("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def smollm2_swarm(smollm2: Path) -> Iterator[Any]:
+    """The embedded model on two workers; started once, so no test may stop one."""
+    from kwflow.swarm.local import local_swarm
+
+    with local_swarm("smollm2-135m", workers=2) as swarm:
+        yield swarm

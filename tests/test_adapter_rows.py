@@ -20,6 +20,7 @@ from kwflow.kwargs import bind_kwargs, check_bound
 from kwflow.verify import exact_match
 from tests import tiny
 from tests.configs import HIDDEN, LAYERS
+from tests.marks import families
 from tests.oracle import assert_bits, assert_close
 from tests.table import distributed
 from tests.test_adapters import SCALE, TARGETS, alone, full, lora_of, peft_lora
@@ -48,7 +49,7 @@ def per_row(given: dict[str, Any], rows: Tensor = ROWS) -> dict[str, Any]:
     return {n: {"A": own(p["A"]), "B": own(p["B"]), "scale": p["scale"]} for n, p in given.items()}
 
 
-@pytest.mark.parametrize("family", TARGETS)
+@families([*TARGETS])
 def test_each_row_is_its_adapters_solo_run(family: str) -> None:
     """A, B, none and A, with a scale for each adapter: as PEFT or the plain model computes each row alone."""
     first, second, hidden = lora_of(family, seed=50), lora_of(family, seed=90), random(B, S, D)
@@ -111,6 +112,7 @@ def test_none_adds_nothing_to_minus_zero_and_nothing_of_infinity() -> None:
     assert_bits(adapt.after(y, x, {"lora": lora}, (1, 1)), y)
 
 
+@pytest.mark.slow
 def test_gradients_sum_over_the_rows_that_use_an_adapter() -> None:
     remote = flow("llama", TWO, torch.float64).options(batch_tokens=3 * S)
     hidden, weights = (random(B, S, D, seed=seed, dtype=torch.float64) for seed in (0, 7))

@@ -15,14 +15,10 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
-from kwflow.connect import in_process
 from kwflow.errors import AxesError, BlockError, KwargError, ShapeError, UnknownKwarg
-from kwflow.flow import Flow
 from kwflow.kwargs import bind_kwargs
-from kwflow.models.spans import load_span
 from kwflow.projections import adapting, find
 from kwflow.schema import Schema
-from kwflow.swarm.worker import Served
 from kwflow.verify import exact_match
 from tests import tiny
 from tests.configs import CONFIGS, HEADS
@@ -200,19 +196,6 @@ def test_generate_gives_pefts_ids(family: str) -> None:
     assert not torch.equal(ours, huggingface(family).generate(**call))  # type: ignore[operator]
     per_row = {n: {**p, **{k: p[k][:, None].expand(-1, B, -1, -1) for k in "AB"}} for n, p in lora.items()}
     assert torch.equal(ours, distributed(family, torch.float32).generate(**call, lora=per_row))
-
-
-def test_a_quantized_worker_adapts_as_a_local_chain() -> None:
-    specs = [load_span(tiny.folder("llama"), a, b, quantize="nf4") for a, b in ((0, 2), (2, 4), (0, 4))]
-    assert specs[2].schema.projections == span("llama", 0, L).schema.projections
-    remote = Flow(tiny.ends("llama"), in_process([Served(one, model="llama") for one in specs[:2]]), (0, L))
-    hidden, lora = random(B, S, D), lora_of("llama")
-    ours = remote(hidden, lora=lora)
-    assert_bits(ours, kf.chain(specs[2].blocks)(specs[2].params, hidden, lora=lora), "nf4")
-    assert (ours - remote(hidden)).abs().max() > 0.1
-    a = lora["q_proj"]["A"].clone().requires_grad_()
-    remote(hidden, lora={"q_proj": {**lora["q_proj"], "A": a}}).sum().backward()
-    assert a.grad is not None and a.grad.abs().max() > 1e-3
 
 
 def test_a_workers_own_block_fn_hands_them_on() -> None:

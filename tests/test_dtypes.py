@@ -338,6 +338,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 @every_family
 def test_nothing_that_a_worker_computes_with_is_left_on_the_cpu(family: str, watched: None) -> None:
     hidden, vector = inputs(BF16)

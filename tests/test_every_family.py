@@ -162,6 +162,7 @@ def test_the_model_s_forward_is_transformers_own(name: str) -> None:
         assert_bits(ours[REAL], expected[REAL], f"mask {mask is not None}")
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_longrope_changes_its_factors_while_generating() -> None:
     """Past its original length, and back: a call keeps nothing of the one before."""

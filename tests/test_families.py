@@ -225,6 +225,14 @@ ROWS = [  # every form for one family: how kwargs are cut is the same in all; te
     if f == "llama" or c.name in FEW
 ]
 every_row = pytest.mark.parametrize(("family", "case"), ROWS)
+QUICK = (*FEW, "float mask", "position_ids", "prompts of 4 x 4", "steer by layer, with axes", "per_layer list")
+few_rows = pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        pytest.param(*row.values, id=row.id, marks=row.marks if row.values[1].name in QUICK else pytest.mark.slow)
+        for row in ROWS
+    ],
+)
 TOGETHER = [
     pytest.param(family, together(family), id=family, marks=() if family == "llama" else pytest.mark.slow)
     for family in (*FAMILIES, "gemma2")
@@ -286,7 +294,7 @@ def test_values_are_huggingface_s_to_the_bit(family: str, case: Case) -> None:
     assert_bits(chain(blocks)(spec.params, x["hidden"], **given(case, x)), reference, "chain")
 
 
-@every_row
+@few_rows
 def test_values_do_not_depend_on_how_rows_are_cut(family: str, case: Case) -> None:
     x = tensors(case)
     whole = expected(family, case, x)
@@ -343,7 +351,7 @@ def test_kwargs_of_another_precision_are_cast_where_they_act() -> None:
 # ---- gradients
 
 
-@every_row
+@few_rows
 def test_gradients_alone_and_together(family: str, case: Case) -> None:
     names, base = ("hidden", *case.leaves), tensors(case)
     whole, split = (flow(family, cuts, block_fn=case.block_fn) for cuts in (ONE, THREE))
@@ -497,6 +505,7 @@ def test_nested_transforms(family: str, case: Case) -> None:
     compare(lambda fn: grad(lambda v: jvp(of_last(fn), (v,), (torch.cos(last),))[1])(last), ours, local)
 
 
+@pytest.mark.slow
 @families(["llama", "gpt2"])
 def test_jacobians(family: str) -> None:
     """With respect to three numbers that scale vectors."""

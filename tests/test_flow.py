@@ -261,6 +261,7 @@ def test_an_inference_tensor_that_changes_before_backward() -> None:
     assert_bits(torch.autograd.grad(out, hidden)[0], expected)
 
 
+@pytest.mark.slow
 def test_from_two_threads_at_once() -> None:
     remote = flow("llama", THREE).options(batch_tokens=4)
     hidden, barrier = random(3, 4, HIDDEN), threading.Barrier(2, timeout=20)

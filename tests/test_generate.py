@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import kwflow as kf
 from kwflow.errors import KwargError, SpanError, UnknownKwarg, UnsupportedError
+from tests.marks import quickly
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of, with_prompts
 from tests.tiny import (
     HIDDEN,
@@ -100,6 +101,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "allowed tokens": {"num_beams": 2, "prefix_allowed_tokens_fn": lambda row, _: list(range(5 + row, 30))},
     "a loop of the caller's": {"custom_generate": lambda model, *a, **k: type(model)._sample(model, *a, **k)},
 }
+QUICK = ("sampled", "beams, several returned", "ending early", "prefilled in chunks", "a loop of the caller's")
 
 
 def generated(model: Any, way: Mapping[str, Any], given: Mapping[str, Any], **kwargs: Any) -> Tensor:
@@ -107,7 +109,7 @@ def generated(model: Any, way: Mapping[str, Any], given: Mapping[str, Any], **kw
     return model.generate(**given, **{"max_new_tokens": NEW, "do_sample": False, **way}, **kwargs)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quickly(QUICK, WAYS))
 def test_the_tokens_are_the_local_ones(pair: tuple[Any, Any], way: str) -> None:
     model, local = pair
     for given in (prompt(), prompt(1), {"input_ids": ids(2, 4)}):
@@ -137,7 +139,7 @@ FORMS: dict[str, tuple[Any, dict[int, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", quickly(("layer: batch hidden", "hidden", "layer batch seq hidden"), FORMS))
 @pytest.mark.parametrize(
     "way",
     [
@@ -295,7 +297,7 @@ def drafts(family: str) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(w, marks=() if w in ("assisted", "prompt lookup") else pytest.mark.slow) for w in drafts("llama")],
+    [pytest.param(w, marks=() if w == "prompt lookup" else pytest.mark.slow) for w in drafts("llama")],
 )
 def test_drafted_tokens_are_the_local_ones_and_only_the_target_takes_kwargs(pair: tuple[Any, Any], way: str) -> None:
     model, local = pair

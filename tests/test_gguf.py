@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,30 @@ def test_a_gguf_file_is_the_model_that_it_holds(tmp_path: Path, cache: Path) -> 
     os.utime(file)
     assert model_path(str(file)) == folder
     assert conversion.converted_folder(write(tmp_path / "other.gguf"), "Tiny-mixed") != folder
+
+
+@pytest.mark.slow
+def test_two_processes_convert_once_and_agree(tmp_path: Path, cache: Path) -> None:
+    file = write(tmp_path / "tiny.gguf")
+    folder = conversion.converted_folder(file, "tiny")
+    (folder.parent / f".{folder.name}-killed").mkdir(parents=True)
+    code = f"from kwflow.models.checkpoint import model_path; print(model_path({str(file)!r}))"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        said = [child.communicate(timeout=250) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    assert [out.strip() for out, _ in said] == [str(folder)] * 2, said
+    assert sum("tiny, once" in err for _, err in said) == 1  # one of them showed a bar
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
+    assert layer_count(folder) == tiny.LAYERS
 
 
 @pytest.mark.slow

@@ -274,6 +274,7 @@ def test_an_error_that_quotes_the_token_is_not_passed_on(served: HubServer, monk
 # ---------------------------------------------------------------- what goes wrong
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_off_is_taken_up_where_it_was(
     served: HubServer, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +290,7 @@ def test_a_download_that_breaks_off_is_taken_up_where_it_was(
     assert again.range == f"bytes={half // 1000 * 1000}-"
 
 
+@pytest.mark.slow
 def test_a_download_that_cannot_end_leaves_nothing_torn(
     served: HubServer, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +358,7 @@ def test_a_hub_that_sends_no_parts_is_an_error_not_a_download(served: HubServer,
         Checkpoint(find_model("user/tiny")).checkpoint_id()
 
 
+@pytest.mark.slow
 def test_nothing_is_written_into_a_folder_and_kwflows_cache_is_not_needed(
     served: HubServer, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

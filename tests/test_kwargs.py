@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kwflow as kf
@@ -261,6 +261,7 @@ SPECS = st.builds(
 )
 
 
+@settings(max_examples=15)
 @given(
     st.dictionaries(st.text(min_size=1, max_size=4), SPECS, max_size=3),
     st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2),

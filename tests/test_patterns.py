@@ -134,6 +134,7 @@ def test_derivatives_of_a_pattern() -> None:
         assert_close(run(ours), run(theirs))
 
 
+@pytest.mark.slow
 def test_calls_beside_one_that_looks_at_patterns_are_as_ever() -> None:
     """The layers share a config: what one call computes eagerly must not become another's, of the same layers."""
     remote, spec, done = make_flow("llama", TWO), span("llama", 0, 2, torch.float32), threading.Event()

@@ -21,9 +21,10 @@ from kwflow.errors import KwargError, ModelError, ShapeError, SpanError, Unknown
 from kwflow.peft_files import CONFIG, PICKLE, WEIGHTS
 from tests import tiny
 from tests.configs import CONFIGS, HIDDEN, LAYERS
-from tests.marks import every_family
-from tests.oracle import assert_bits, assert_close
+from tests.marks import every_family, quickly
+from tests.oracle import assert_bits, assert_close, residual
 from tests.table import distributed
+from tests.test_quantize import MODES, quantized_flow, reference
 from tests.tiny import EACH, TWO, Requests, flow, huggingface, ids, left_padded, positions_of, random, span
 
 # peft 0.21 asks transformers 5.24 for names that are to go
@@ -61,9 +62,12 @@ KINDS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def tuned(family: str, config: Any, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
-    """A live PeftModel whose adapter is random: none of its tensors is PEFT's initial zeros or ones."""
-    model: Any = peft.get_peft_model(copy.deepcopy(huggingface(family, dtype)), config).eval()
+def tuned(family: str, config: Any, dtype: torch.dtype = torch.float32, seed: int = 0, base: Any = None) -> Any:
+    """A live PeftModel whose adapter is random: none of its tensors is PEFT's initial zeros or ones.
+
+    ``base``: the model to adapt, if not the tiny one as it is.
+    """
+    model: Any = peft.get_peft_model(copy.deepcopy(base or huggingface(family, dtype)), config).eval()
     with torch.no_grad():
         for number, tensor in enumerate(t for t in model.parameters() if t.requires_grad):
             tensor.copy_(random(*tensor.shape, seed=seed + number, scale=0.3) + (config.peft_type == "IA3"))
@@ -287,7 +291,15 @@ def test_rows_train_the_adapters_that_they_share() -> None:
 # ---- trained -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family, kind", [("llama", "lora"), ("gpt2", "lora"), ("llama", "ia3"), ("gpt2", "prompt")])
+@pytest.mark.parametrize(
+    "family, kind",
+    [
+        ("llama", "lora"),
+        pytest.param("gpt2", "lora", marks=pytest.mark.slow),
+        pytest.param("llama", "ia3", marks=pytest.mark.slow),
+        ("gpt2", "prompt"),
+    ],
+)
 def test_steps_of_training_through_a_flow_are_pefts_own(family: str, kind: str, tmp_path: Path) -> None:
     model, tokens = tuned(family, KINDS[kind](family), torch.float64), ids(B, S)
     adapter, remote = kf.adapters.read(model).requires_grad_(), flow(family, TWO, torch.float64)
@@ -339,6 +351,41 @@ def test_a_prefix_is_written_and_read(tmp_path: Path) -> None:
     kf.adapters.write(tmp_path, {"prefix_kv": given}, flow=flow("llama"))
     for side, tensor in kf.adapters.read(tmp_path)["prefix_kv"].items():
         assert_bits(tensor, given[side], side)
+
+
+# ---- quantized ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["lora", "ia3"])
+@pytest.mark.parametrize("mode", quickly(["nf4"], MODES))
+@every_family
+def test_quantized_workers_adapt_as_peft_over_transformers_quantized_model(family: str, mode: str, kind: str) -> None:
+    """Values and gradients of PEFT's own layers over bitsandbytes' linears: A and B, or the vectors, and hidden.
+
+    Bloom's gelu is derived otherwise. In bfloat16 PEFT's IA3 hands float32 on to the attention, which refuses it.
+    """
+    half = [torch.bfloat16] if kind == "lora" and family != "bloom" else []
+    for dtype in (torch.float32, *half):
+        model = tuned(family, KINDS[kind](family), base=reference(family, mode, dtype))
+        trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+        for tensor in trained.values():
+            tensor.data = tensor.to(dtype)  # PEFT would compute in float32
+        adapter, remote = kf.adapters.read(model).requires_grad_(), quantized_flow(family, mode, TWO, dtype)
+        hidden = random(B, S, D, seed=1).to(dtype).requires_grad_()
+        ours, theirs = remote(hidden, **adapter), residual(model.base_model.model, hidden)
+        assert_bits(ours, theirs, f"{dtype}")
+        plain = remote(hidden)
+        assert (ours - plain).abs().max() > 0.1
+        by_row = remote(hidden, **kf.adapters.rows([adapter, None, adapter, None]))
+        assert_close(by_row[::2], theirs[::2], "rows with it")
+        assert_bits(by_row[1::2], plain[1::2], "rows without")
+        cotangent = random(B, S, D, seed=2).to(dtype)
+        mine = torch.autograd.grad(ours, [hidden, *adapter.parameters()], cotangent)
+        expected = torch.autograd.grad(theirs, [hidden, *trained.values()], cotangent)
+        names = [name.removeprefix("base_model.model.").replace(".default", "") for name in trained]
+        found = dict(zip([None, *adapter.tensors], mine, strict=True))
+        for name, grad in zip([None, *names], expected, strict=True):
+            (assert_close if family == "bloom" else assert_bits)(found[name], grad, f"{dtype} {name}")
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------

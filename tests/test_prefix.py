@@ -24,8 +24,20 @@ from tests.tiny import EACH, TWO, derivable, flow, folder, huggingface, ids, mak
 
 P = 4
 ONES = torch.ones(B, P, dtype=torch.long)
-QUICK = ["llama", "gpt2", "mistral", "deepseek_v3"]
-OTHERS = ["bloom", "gemma2", "falcon_alibi", "falcon_multi_query", "mpt", "opt", "gpt_neo", "gptj", "gpt_bigcode"]
+QUICK = ["llama", "gpt2"]
+OTHERS = [
+    "mistral",
+    "deepseek_v3",
+    "bloom",
+    "gemma2",
+    "falcon_alibi",
+    "falcon_multi_query",
+    "mpt",
+    "opt",
+    "gpt_neo",
+    "gptj",
+    "gpt_bigcode",
+]
 
 
 def rows(quick: list[str], slow: list[str]) -> Any:
@@ -203,7 +215,7 @@ def test_a_prefix_is_cast_where_it_acts(dtype: torch.dtype) -> None:
 # ---- derivatives
 
 
-@rows(["llama", "mistral"], ["gpt2", "bloom", "deepseek_v3", "gemma2"])
+@rows(["llama"], ["mistral", "gpt2", "bloom", "deepseek_v3", "gemma2"])
 @pytest.mark.parametrize("batch", [1, B])
 def test_gradients_are_those_through_the_cache(name: str, batch: int) -> None:
     """Of k, v and hidden; one prefix for all rows gets the sum. Whole, by layers, by rows; backward twice."""
@@ -237,7 +249,7 @@ def test_a_layer_past_s_own_tensors_get_gradients() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # vmap of deepseek's router, locally too
-@rows(["llama"], ["gpt2", "bloom", "mistral", "deepseek_v3"])
+@rows([], ["llama", "gpt2", "bloom", "mistral", "deepseek_v3"])
 def test_derivatives_of_any_order(name: str) -> None:
     """grad, jvp, vmap, both second orders and plain double backward, in float64."""
     assert name not in NOT_IN_FLOAT64
@@ -399,7 +411,7 @@ def greedy(name: str, prefix: dict[str, Tensor], tokens: int) -> Tensor:
     return out
 
 
-@rows(["llama", "gpt2"], ["opt", "mistral", "bloom"])
+@rows(["llama"], ["gpt2", "opt", "mistral", "bloom"])
 def test_generate_goes_on_from_a_prefix(name: str) -> None:
     """Greedy, in chunks, resumed; beams expand its rows, and each is what it is alone."""
     model, prefix = distributed(name, torch.float32), prefix_of(name)

@@ -29,5 +29,7 @@ def test_a_bar_shows_in_a_terminal_after_a_while(monkeypatch: pytest.MonkeyPatch
     assert shown(monkeypatch, Terminal(), after=60) == ""
 
 
-def test_no_bar_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_in_a_log_or_where_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, io.StringIO()) == ""
+    monkeypatch.setenv("TQDM_DISABLE", "1")
+    assert shown(monkeypatch, Terminal()) == ""

@@ -533,6 +533,7 @@ def test_keys_and_values_have_a_budget() -> None:
     settle(remote, [0, 0])
 
 
+@pytest.mark.slow
 def test_an_abandoned_session_frees_its_room() -> None:
     import gc
 

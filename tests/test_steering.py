@@ -678,34 +678,33 @@ HATE = [text.format("I hate you") for text in TEMPLATES]
 
 @pytest.mark.slow
 @pytest.mark.swarm
-def test_love_and_hate_on_smollm2(smollm2: Path, tmp_path: Path) -> None:
+def test_love_and_hate_on_smollm2(smollm2_swarm: Any, smollm2: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     x = tokenizer(["I think that you are"], return_tensors="pt")
     local = AutoModelForCausalLM.from_pretrained(smollm2).eval().requires_grad_(False)
-    more = {**x, "max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
-    with kf.local_swarm("smollm2-135m", workers=2) as swarm:
-        ours = kf.AutoDistributedModelForCausalLM.from_pretrained("smollm2-135m", initial_peers=swarm.peers)
-        made = contrast(ours.flow, LOVE, HATE, layers=12)
-        v = made.normalized() * 20
-        v.save(tmp_path / "love.gguf")
-        again = kf.steering.load(tmp_path / "love.gguf")
-        assert_bits(again[12], v[12])
-        baseline = ours.generate(**more)
-        assert torch.equal(ours.generate(**more, edit=(v * 0).edits()), baseline)
-        texts = {}
-        for name, steered in {"love": again, "hate": -again}.items():
-            found = ours.generate(**more, edit=steered.edits())
-            with steered.as_hooks(local):
-                assert torch.equal(local.generate(**more), found)
-            texts[name] = tokenizer.decode(found[0, x["input_ids"].shape[1] :])
-        words = tokenizer([" love", " hate"], add_special_tokens=False)["input_ids"]
-        love, hate = (own[0] for own in words)
-        gaps = [
-            float(row[love] - row[hate])
-            for row in (ours(**x, edit=s).logits[0, -1] for s in (again.edits(), (v * 0).edits(), (-again).edits()))
-        ]
+    more = {**x, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    ours = kf.AutoDistributedModelForCausalLM.from_pretrained("smollm2-135m", initial_peers=smollm2_swarm.peers)
+    made = contrast(ours.flow, LOVE, HATE, layers=12)
+    v = made.normalized() * 20
+    v.save(tmp_path / "love.gguf")
+    again = kf.steering.load(tmp_path / "love.gguf")
+    assert_bits(again[12], v[12])
+    baseline = ours.generate(**more)
+    assert torch.equal(ours.generate(**more, edit=(v * 0).edits()), baseline)
+    texts = {}
+    for name, steered in {"love": again, "hate": -again}.items():
+        found = ours.generate(**more, edit=steered.edits())
+        with steered.as_hooks(local):
+            assert torch.equal(local.generate(**more), found)
+        texts[name] = tokenizer.decode(found[0, x["input_ids"].shape[1] :])
+    words = tokenizer([" love", " hate"], add_special_tokens=False)["input_ids"]
+    love, hate = (own[0] for own in words)
+    gaps = [
+        float(row[love] - row[hate])
+        for row in (ours(**x, edit=s).logits[0, -1] for s in (again.edits(), (v * 0).edits(), (-again).edits()))
+    ]
     print(texts, gaps)
     assert gaps[0] > gaps[1] > gaps[2]
     assert len({*texts.values(), tokenizer.decode(baseline[0, x["input_ids"].shape[1] :])}) == 3

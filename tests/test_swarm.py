@@ -33,14 +33,8 @@ def gain_fn(
 
 
 @pytest.fixture(scope="module")
-def swarm(smollm2: Path) -> Iterator[Any]:
-    with kf.local_swarm("smollm2-135m", workers=2) as swarm:
-        yield swarm
-
-
-@pytest.fixture(scope="module")
-def flow(swarm: Any) -> Iterator[Any]:
-    with kf.connect(swarm.model, peers=swarm.peers) as flow:
+def flow(smollm2_swarm: Any) -> Iterator[Any]:
+    with kf.connect(smollm2_swarm.model, peers=smollm2_swarm.peers) as flow:
         yield flow
 
 

@@ -90,7 +90,11 @@ def one_by_one(flow: Any, x: Mapping[str, Any], variants: Mapping[Any, Any]) -> 
 
 @pytest.mark.parametrize(
     ("family", "common"),
-    [("llama", "kwargs"), ("gpt2", "none"), pytest.param("bloom", "kwargs", marks=pytest.mark.slow)],
+    [
+        ("llama", "kwargs"),
+        pytest.param("gpt2", "none", marks=pytest.mark.slow),
+        pytest.param("bloom", "kwargs", marks=pytest.mark.slow),
+    ],
 )
 def test_every_variant_is_its_own_call(family: str, common: str) -> None:
     """Whatever ``x`` does before, at and after the layers that the variants change."""
@@ -175,7 +179,7 @@ def test_pieces_hold_what_the_options_allow() -> None:
     assert_close(found[19], whole(**x, steer={0: 19 * V}))
 
 
-@pytest.mark.parametrize("cuts", [TWO, EACH])
+@pytest.mark.parametrize("cuts", [TWO, pytest.param(EACH, marks=pytest.mark.slow)])
 def test_gradients_go_through_a_sweep(cuts: tuple[int, ...]) -> None:
     whole, x, hidden = flow("gpt2", cuts), inputs("gpt2"), inputs("gpt2")["hidden"]
     weights = random(6, B, S, D, seed=18)

@@ -41,7 +41,7 @@ def of_one_size(row: Row, family: str, n: int) -> dict[str, Tensor]:
 
 
 @families(["llama", "gpt2"])
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_batch_as_large_as_heads_ranks_prompts_and_columns(family: str, n: int) -> None:
     """Alone and all in one call, cut into rows or not: an axis that is guessed by its size is guessed wrong.
 
@@ -208,17 +208,15 @@ SENTENCES = ["The weather in Paris is fine today.", "Hello, my name is Ada."]
 
 @pytest.mark.swarm
 @pytest.mark.slow
-def test_thirty_steps_of_prompts_and_a_lora_on_smollm2(smollm2: Path) -> None:
+def test_thirty_steps_of_prompts_and_a_lora_on_smollm2(smollm2_swarm: Any, smollm2: Path) -> None:
     """Through two workers with as many threads: the losses of Hugging Face with hooks, or the gap is printed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2, padding_side="left")
     x = dict(tokenizer(SENTENCES, return_tensors="pt", padding=True))
     local = AutoModelForCausalLM.from_pretrained(smollm2).eval().requires_grad_(False)
-    with kf.local_swarm("smollm2-135m", workers=2) as swarm:
-        remote = kf.AutoDistributedModelForCausalLM.from_pretrained("smollm2-135m", initial_peers=swarm.peers)
-        sizes = (30, 576, (576, 192), torch.float32)
-        ours, theirs = both_ways(remote, local, sizes, x)
+    remote = kf.AutoDistributedModelForCausalLM.from_pretrained("smollm2-135m", initial_peers=smollm2_swarm.peers)
+    ours, theirs = both_ways(remote, local, (30, 576, (576, 192), torch.float32), x)
     gap = (ours - theirs).abs().max().item()
     print(f"losses {ours[0]:.4f} to {ours[-1]:.4f}; largest gap to the local run {gap:.2g}")
     assert_bits(ours[0], theirs[0], "the first loss")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import kwflow as kf
 from kwflow.errors import KwargError, ModelError, UnsupportedError
 from kwflow.session import Session
-from tests.marks import every_family
+from tests.marks import every_family, quickly
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
 from tests.tiny import (
     HIDDEN,
@@ -141,7 +141,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gpt2", "bloom"))])
 @every_mode
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quickly(["beams", "chunked"], WAYS))
 def test_generate_goes_on_behind_the_prompts(family: str, mode: str, way: str) -> None:
     model, local = tuned(family, mode), huggingface(family)
     prompts, deep = (None if p is None else p.detach() for p in prompts_of(model))
