@@ -125,8 +125,25 @@ class Bound:
         found = [self.section(i) for i, section in enumerate(self.sections) if section.layers == "call"]
         return {name: value for kwargs in found for name, value in kwargs.items()}
 
+    @property
+    def fixed(self) -> bool:
+        """Whether all fits any step of a session that it fits once: nothing goes by columns."""
+        return not any(axis in leaf.axes for leaf in self.leaves for axis in ("seq", "key"))
+
     def for_layer(self, layer: int) -> dict[str, Any]:
         """The kwargs of one block."""
+        if torch.is_grad_enabled():
+            return self._for_layer(layer)
+        if layer not in self._layers:  # a session's kwargs are the same at every step
+            self._layers[layer] = self._for_layer(layer)
+        return dict(self._layers[layer])
+
+    @functools.cached_property
+    def _layers(self) -> dict[int, dict[str, Any]]:
+        """Without gradients only: a view that was made without them must not stand in for one with."""
+        return {}
+
+    def _for_layer(self, layer: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for number, section in enumerate(self.sections):
             if section.layers != "layers" and (isinstance(section.layers, str) or layer not in section.layers):
@@ -205,6 +222,8 @@ class Bound:
     def from_tree(cls, span: Span, said: Any, held: Bound | None = None) -> Bound:
         """Rebuild what a peer sent. Raises KwargError for what :meth:`to_tree` cannot have made from ``held``."""
         pairs = said if isinstance(said, list) else [said]
+        if pairs and held is not None and pairs == [*range(len(held.sections))] and all(type(n) is int for n in pairs):
+            return held
         return cls.of(span, [_read_section(pair, held) for pair in pairs])
 
     def same_as(self, other: Bound) -> dict[int, int]:

@@ -588,3 +588,10 @@ def test_a_closed_session_takes_nothing() -> None:
     for refuse in (lambda: session.rollback(0), lambda: session.reorder([0])):
         with pytest.raises(SessionError, match="closed"):
             refuse()
+
+
+def test_a_session_in_float64_is_the_call_too() -> None:
+    """What a family casts to float32 inside (llama's norms) is lifted in both."""
+    remote, hidden = flow("llama", TWO, torch.float64), random(B, 4, D, dtype=torch.float64)
+    with remote.session(4) as session:
+        torch.testing.assert_close(session.step(hidden), remote(hidden), atol=1e-13, rtol=1e-11)

@@ -278,11 +278,14 @@ class ClientConnection:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
         tree = request.tree if meta.get("from") is None else await self._brought(request)
-        hidden, bound, _ = _read(tree, (start, stop), self.session and self.session.kwargs)
+        held = self.session and self.session.kwargs
+        hidden, bound, _ = _read(tree, (start, stop), held)
         check_hidden(hidden, spec)
         past, seq = _count(meta, "start"), hidden.shape[1]
         reorders = _reorders(meta.get("reorder", []), hidden.shape[0])
-        check_bound(bound, spec.schema, {**_sizes(hidden), "key": _key_size(bound, past, seq)})
+        known = bound is held and bound.fixed and self.session is not None and hidden.shape[0] == self.session.batch
+        if not known:
+            check_bound(bound, spec.schema, {**_sizes(hidden), "key": _key_size(bound, past, seq)})
         ahead = length(bound)
         if ahead and past:
             raise SessionError(f"prefix_kv stands before column 0, the step starts at {past}")
@@ -298,12 +301,13 @@ class ClientConnection:
 
         def work() -> list[Tensor]:
             captured: list[Tensor] = []
-            with torch.no_grad():
+            with torch.no_grad(), precision(spec.dtype):
                 for number, rows in reorders:
                     if number > session.reordered:
                         session.reorder(rows, past)
                         session.reordered = number
-                session.kwargs = bound.with_tensors([_own(tensor, spec.device) for tensor in bound.tensors])
+                if bound is not session.kwargs:
+                    session.kwargs = bound.with_tensors([_own(tensor, spec.device) for tensor in bound.tensors])
                 given, mine = _take_mask(session.kwargs)
                 mask = session.column_mask(given, past, seq)
                 mask = None if mask is None else mask.to(spec.device)
