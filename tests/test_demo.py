@@ -25,12 +25,12 @@ def test_the_demo_proves_what_it_says() -> None:
     out = " ".join(done.stdout.split())
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
-    assert "8 of 8 proofs hold" in out and "✗" not in out and "\x1b" not in out
+    assert "9 of 9 proofs hold" in out and "✗" not in out and "\x1b" not in out
     assert len(set(re.findall(r"pid (\d+): layers", out))) == 2
     assert out.count("20 of 20 tokens equal") == 2
     assert "every bit of hidden" in out
     assert out.count("max relative error 0 (every bit of") == 2
-    assert "WorkerFailed after" in out or "NoRoute after" in out
+    assert "NoRoute after" in out and "every bit of 3 steps after it; 2 steps repeated there" in out
     plain, steered = re.findall(r"^\s*(?:plain|steered): +(.+)$", done.stdout, re.M)
     assert plain.strip() != steered.strip()
 
