@@ -1,4 +1,4 @@
-"""Faults: each befalls exactly the requests it names, in this process and in a worker's own; scripts come from seeds."""
+"""Faults: each befalls exactly the requests it names, here and in a worker's process; scripts come from seeds."""
 
 from __future__ import annotations
 
