@@ -193,6 +193,7 @@ class _Draw:
         self.events: list[Event] = []
         self.away: list[list[tuple[int, int]]] = [[] for _ in spans]
         self.dead = self.added = 0  # how many have died; when the last one was added
+        self.believed = False  # whether a NaN was drawn
 
     def fault(self, moment: int, deaths: int) -> None:
         """Draw one fault at a moment: of requests, or one that takes a worker away for a while or for good."""
@@ -223,9 +224,10 @@ class _Draw:
         return True
 
     def _not_a_number(self, moment: int, worker: int) -> bool:
-        """A reply with NaN, which is believed if nobody else can be asked; so somebody else is kept."""
-        if not self.spares or not self._may_leave(worker, moment, FOR_EVER):
+        """A reply with NaN. It is believed if a second worker says it too, or if there is none: so one may, no more."""
+        if not self.spares or self.believed or not self._may_leave(worker, moment, FOR_EVER):
             return False
+        self.believed = True
         self._leave(worker, moment, FOR_EVER)
         self.events.append(Event(moment, worker, Corrupt("nan", after=self.random.choice([0, 2]))))
         return True
