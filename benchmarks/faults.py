@@ -158,6 +158,7 @@ def run(stage: Stage, seed: int, faults: int | None = None) -> Outcome:
             verdict = f"WRONG: {type(error).__name__}: {error}"
         except Exception as error:  # noqa: BLE001  it is the verdict
             verdict = f"WRONG: untyped {type(error).__name__}: {error}"
+    script.wait()
     return Outcome(seed, name, script, verdict, time.monotonic() - began, replays)
 
 

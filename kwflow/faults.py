@@ -12,8 +12,9 @@ Only workers that this process started can be told to fail, over the pipe that t
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kwflow.errors import KwargError, WorkerFailed
@@ -97,13 +98,15 @@ def _reachable(swarm: Swarm) -> list[int]:
 class Event:
     """Something that happens to a worker at a moment: a fault, or ``kill | pause | resume | clear | add``.
 
-    ``add`` starts one more worker with layers ``span``, as if a worker came back with other blocks.
+    ``add`` starts one more worker with layers ``span``, as if a worker came back with other blocks. ``later``: seconds
+    after the moment, while what is run goes on or waits.
     """
 
     moment: int
     worker: int
     what: Fault | str
     span: Span | None = None
+    later: float = 0.0
 
     def carry_out(self, swarm: Swarm) -> None:
         """Do it. Nothing is done to a worker that has died in the meantime; a paused one can be killed and resumed."""
@@ -126,7 +129,8 @@ class Event:
     def __str__(self) -> str:
         who = "" if self.what == "add" else f" worker {self.worker}"
         where = "" if self.span is None else f" {self.span[0]}:{self.span[1]}"
-        return f"{self.moment}:{who} {self.what}{where}"
+        when = f" after {self.later:g} s" if self.later else ""
+        return f"{self.moment}:{who} {self.what}{where}{when}"
 
 
 @dataclass(frozen=True)
@@ -138,13 +142,25 @@ class Script:
 
     events: tuple[Event, ...]
     seed: int | None = None
+    _timers: list[threading.Timer] = field(default_factory=list, repr=False, compare=False)
 
     def at(self, moment: int, swarm: Swarm) -> tuple[Event, ...]:
-        """Carry out what is due at a moment, and return it."""
+        """Carry out what is due at a moment, and return it; what comes ``later`` does so in a thread."""
         due = tuple(event for event in self.events if event.moment == moment)
         for event in due:
-            event.carry_out(swarm)
+            if not event.later:
+                event.carry_out(swarm)
+                continue
+            timer = threading.Timer(event.later, event.carry_out, [swarm])
+            timer.daemon = True
+            self._timers.append(timer)
+            timer.start()
         return due
+
+    def wait(self) -> None:
+        """Wait until everything that was to come later has come."""
+        while self._timers:
+            self._timers.pop().join()
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.events)) or "nothing"
@@ -193,14 +209,15 @@ class _Draw:
         self.events: list[Event] = []
         self.away: list[list[tuple[int, int]]] = [[] for _ in spans]
         self.dead = self.added = 0  # how many have died; when the last one was added
-        self.believed = False  # whether a NaN was drawn
+        self.alone = False  # whether something was drawn that a NaN cannot stand beside, or a NaN
+        self.blinking = -1
 
     def fault(self, moment: int, deaths: int) -> None:
         """Draw one fault at a moment: of requests, or one that takes a worker away for a while or for good."""
-        kinds = [self._requests, self._requests, self._not_a_number, self._absence]
+        kinds = [self._requests, self._requests, self._not_a_number, self._blink, self._absence]
         if self.dead < deaths:
             kinds.append(self._death)
-        workers = [number for number in range(len(self.spans)) if not self._is_away(number, moment)]
+        workers = [n for n in range(len(self.spans)) if n != self.blinking and not self._is_away(n, moment)]
         self.random.shuffle(kinds)
         self.random.shuffle(workers)
         for kind in kinds:
@@ -212,7 +229,8 @@ class _Draw:
         choice = self.random.choice
         where: dict[str, Any] = {"after": choice([0, 0, 1, 3]), "count": choice([1, 1, 2])}
         fault = choice(
-            [
+            ([] if self.spares else [Hang(**where)])
+            + [
                 Slow(choice([0.05, 0.3]), **where),
                 Drop(choice([0.0, 0.5]), **where),
                 Corrupt(choice(["frame", "bytes", "missing", "shape", "dtype"]), **where),
@@ -225,11 +243,20 @@ class _Draw:
 
     def _not_a_number(self, moment: int, worker: int) -> bool:
         """A reply with NaN. It is believed if a second worker says it too, or if there is none: so one may, no more."""
-        if not self.spares or self.believed or not self._may_leave(worker, moment, FOR_EVER):
+        if not self.spares or self.alone or not self._may_leave(worker, moment, FOR_EVER):
             return False
-        self.believed = True
+        self.alone = True
         self._leave(worker, moment, FOR_EVER)
         self.events.append(Event(moment, worker, Corrupt("nan", after=self.random.choice([0, 2]))))
+        return True
+
+    def _blink(self, moment: int, worker: int) -> bool:
+        """A worker that is stopped for some seconds, and perhaps the last one: whatever is run must wait for it."""
+        if self.alone:
+            return False
+        self.alone, self.blinking = True, worker  # which is told nothing more: one that is stopped does not hear
+        back = self.random.choice([0.5, 7.0])  # before and after its silence is taken for death
+        self.events += [Event(moment, worker, "pause"), Event(moment, worker, "resume", later=back)]
         return True
 
     def _absence(self, moment: int, worker: int) -> bool:

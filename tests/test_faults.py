@@ -16,6 +16,7 @@ from kwflow.swarm import faults
 from kwflow.swarm.faulty import Faulty
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.routing import covers
+from kwflow.swarm.streams import BEAT_SECONDS
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message
 from tests import tiny
@@ -28,8 +29,10 @@ HIDDEN = tiny.random(2, 3, tiny.HIDDEN)
 class Client:
     """One client of one worker, below everything that tries again."""
 
-    def __init__(self, open_channel: Callable[[], Any], inject: Callable[[F.Fault], None], clear: Callable[[], None]):
-        self._open, self.inject, self.clear = open_channel, inject, clear
+    def __init__(
+        self, open_channel: Callable[[], Any], inject: Callable[[F.Fault], None], clear: Callable[[], None], beat: float
+    ):
+        self._open, self.inject, self.clear, self.beat = open_channel, inject, clear, beat
         self.channel: Any = None
 
     def ask(self, op: str = "forward") -> Any:
@@ -58,7 +61,7 @@ def worker() -> Iterator[Faulty]:
 @pytest.fixture
 def client(worker: Faulty) -> Client:
     transport = link.InProcess({"w": worker.accept})
-    return Client(lambda: link.run(transport.open("w")), worker.inject, lambda: link.run(_clear(worker)))
+    return Client(lambda: link.run(transport.open("w")), worker.inject, lambda: link.run(_clear(worker)), 0.05)
 
 
 async def _clear(worker: Faulty) -> None:
@@ -139,7 +142,7 @@ def check_freeze(client: Client) -> None:
     client.ask()
     asked = link.submit(client.channel(Message({"op": "run", "span": [0, 2]}, {"hidden": HIDDEN})))
     received = client.channel.bytes_received
-    time.sleep(1.5)  # a heartbeat's time
+    time.sleep(1.5 * client.beat)
     assert not asked.done() and client.channel.bytes_received == received
     client.clear()
     assert torch.equal(asked.result(5.0).tree[0], good)
@@ -186,7 +189,10 @@ def test_what_a_client_sees_of_a_workers_process() -> None:
         node = link.run(Node.start(own_session=True, client=True, initial_peers=swarm.peers), 30)
         first = swarm.workers[0]
         client = Client(
-            lambda: link.run(node.open(first.peer), 10), lambda fault: F.inject(swarm, 0, fault), lambda: F.clear(swarm)
+            lambda: link.run(node.open(first.peer), 10),
+            lambda fault: F.inject(swarm, 0, fault),
+            lambda: F.clear(swarm),
+            BEAT_SECONDS,
         )
         try:
             for check in CHECKS.values():
@@ -299,6 +305,7 @@ def _healthy(script: F.Script) -> Iterator[list[_Span]]:
                     away.add(event.worker)
                 case "resume" | "clear":
                     late.append(event)
+                    away -= {event.worker} if event.later else set()
         yield [_Span(span) for number, span in enumerate(spans) if number not in away | dead]
         away -= {event.worker for event in late}
 
@@ -314,6 +321,7 @@ def test_a_script_is_carried_out_at_its_moments() -> None:
         F.Event(4, 2, "add", (1, 4)),
         F.Event(4, 0, "kill"),
         F.Event(5, 0, F.Raise()),  # to the dead, nothing
+        F.Event(5, 1, "pause", later=0.05),
     )
     script = F.Script(events)
     assert str(script).startswith("0: worker 0 Refuse(after=1); 0: worker 1 Expire(); 2: worker 1 pause")
@@ -332,4 +340,9 @@ def test_a_script_is_carried_out_at_its_moments() -> None:
         [dead, well, well],
         [dead, well, well],
     ]
+    assert str(script).endswith("5: worker 1 pause after 0.05 s")
+    script.wait()
+    assert swarm.workers[1].paused
+    F.heal(swarm)
+    assert not swarm.workers[1].paused
     swarm.close()

@@ -128,7 +128,7 @@ class Child:
         assert self._process.stdin is not None and self._process.stdout is not None
         self.pid, self._down, self._up = self._process.pid, self._process.stdin, self._process.stdout
         os.set_blocking(self._down.fileno(), False)
-        self._line, self._asked = bytearray(), 0
+        self._line, self._asked, self._turn = bytearray(), 0, threading.Lock()
         self._guard: subprocess.Popen[bytes] | None = None
         disown_in_forks(self)
 
@@ -172,12 +172,13 @@ class Child:
 
     def ask(self, what: Mapping[str, Any], deadline: float) -> dict[str, Any]:
         """Ask a child that is ready for something and wait until it is done. Raises ChildFailed, TimeoutError."""
-        self._asked += 1
-        self.send(json.dumps({"number": self._asked, **what}).encode(), deadline)
-        while (said := self.report()) is None or said["number"] != self._asked:
-            if not select.select([self._up], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError(f"process {self.pid} does not answer")
-        return said
+        with self._turn:
+            self._asked += 1
+            self.send(json.dumps({"number": self._asked, **what}).encode(), deadline)
+            while (said := self.report()) is None or said["number"] != self._asked:
+                if not select.select([self._up], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    raise TimeoutError(f"process {self.pid} does not answer")
+            return said
 
     def log(self, size: int = 1 << 20) -> str:
         """The last ``size`` bytes of what the child has printed; also after its end."""
