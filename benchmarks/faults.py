@@ -54,6 +54,7 @@ class Outcome:
     script: kf.faults.Script
     verdict: str  # "same", "no route", or what is wrong
     seconds: float
+    struck: int = 0  # requests that faults befell, of workers that live
     replays: list[str] = field(default_factory=list)
 
     @property
@@ -62,7 +63,7 @@ class Outcome:
 
     def __str__(self) -> str:
         told = f"{self.seed:4d} {self.job:10s} {self.verdict:8s} {self.seconds:5.1f} s"
-        return f"{told} {len(self.replays)} replays  {self.script}"
+        return f"{told} {self.struck} struck {len(self.replays)} replays  {self.script}"
 
 
 class Stage:
@@ -110,6 +111,11 @@ class Stage:
             flow.close()
             time.sleep(0.5)
 
+    def hits(self) -> int:
+        """Requests that faults have befallen, of the workers that live."""
+        living = [number for number, worker in enumerate(self.swarm.workers) if worker.alive]
+        return sum(kf.faults.hits(self.swarm, number) for number in living)
+
     def close(self) -> None:
         self._note()
         self.swarm.close()
@@ -138,6 +144,7 @@ def run(stage: Stage, seed: int, faults: int | None = None) -> Outcome:
     expected = work(stage.reference, Draw(seed, stage.sizes), lambda moment: None, [])
     seconds = SECONDS if spares else SECONDS_WITHOUT_ROUTE
     replays: list[str] = []
+    struck = -stage.hits()
     since = began = time.monotonic()
 
     def before(moment: int) -> None:
@@ -158,8 +165,10 @@ def run(stage: Stage, seed: int, faults: int | None = None) -> Outcome:
             verdict = f"WRONG: {type(error).__name__}: {error}"
         except Exception as error:  # noqa: BLE001  it is the verdict
             verdict = f"WRONG: untyped {type(error).__name__}: {error}"
+    seconds = time.monotonic() - began
     script.wait()
-    return Outcome(seed, name, script, verdict, time.monotonic() - began, replays)
+    kf.faults.heal(stage.swarm)
+    return Outcome(seed, name, script, verdict, seconds, struck + stage.hits(), replays)
 
 
 def _typed(error: KwflowError, spares: bool, late: float) -> str:

@@ -11,16 +11,17 @@ Only workers that this process started can be told to fail, over the pipe that t
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kwflow.errors import KwargError, WorkerFailed
+from kwflow.swarm.fault_scripts import draw
 from kwflow.swarm.faults import Corrupt as Corrupt
 from kwflow.swarm.faults import Die as Die
 from kwflow.swarm.faults import Drop as Drop
+from kwflow.swarm.faults import Event as Event
 from kwflow.swarm.faults import Expire as Expire
 from kwflow.swarm.faults import Fault as Fault
 from kwflow.swarm.faults import Freeze as Freeze
@@ -30,9 +31,7 @@ from kwflow.swarm.faults import OfRequests as OfRequests
 from kwflow.swarm.faults import Raise as Raise
 from kwflow.swarm.faults import Refuse as Refuse
 from kwflow.swarm.faults import Slow as Slow
-from kwflow.swarm.routing import covers
-
-Span = tuple[int, int]
+from kwflow.swarm.faults import Span
 
 
 class Worker(Protocol):
@@ -94,43 +93,23 @@ def _reachable(swarm: Swarm) -> list[int]:
 # ---- scripts ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Event:
-    """Something that happens to a worker at a moment: a fault, or ``kill | pause | resume | clear | add``.
-
-    ``add`` starts one more worker with layers ``span``, as if a worker came back with other blocks. ``later``: seconds
-    after the moment, while what is run goes on or waits.
-    """
-
-    moment: int
-    worker: int
-    what: Fault | str
-    span: Span | None = None
-    later: float = 0.0
-
-    def carry_out(self, swarm: Swarm) -> None:
-        """Do it. Nothing is done to a worker that has died in the meantime; a paused one can be killed and resumed."""
-        if self.what == "add":
-            assert self.span is not None
-            swarm.add(*self.span)
-            return
-        one = swarm.workers[self.worker]
-        if not one.alive:
-            return
-        if isinstance(self.what, str) and self.what != "clear":
-            {"kill": swarm.kill, "pause": swarm.pause, "resume": swarm.resume}[self.what](self.worker)
-        elif not one.paused:
-            try:
-                clear(swarm, self.worker) if self.what == "clear" else inject(swarm, self.worker, self.what)
-            except WorkerFailed:  # it may be dying of the fault before
-                if one.alive:
-                    raise
-
-    def __str__(self) -> str:
-        who = "" if self.what == "add" else f" worker {self.worker}"
-        where = "" if self.span is None else f" {self.span[0]}:{self.span[1]}"
-        when = f" after {self.later:g} s" if self.later else ""
-        return f"{self.moment}:{who} {self.what}{where}{when}"
+def carry_out(event: Event, swarm: Swarm) -> None:
+    """Do it. Nothing is done to a worker that has died in the meantime; a paused one can be killed and resumed."""
+    if event.what == "add":
+        assert event.span is not None
+        swarm.add(*event.span)
+        return
+    one = swarm.workers[event.worker]
+    if not one.alive:
+        return
+    if isinstance(event.what, str) and event.what != "clear":
+        {"kill": swarm.kill, "pause": swarm.pause, "resume": swarm.resume}[event.what](event.worker)
+    elif not one.paused:
+        try:
+            clear(swarm, event.worker) if event.what == "clear" else inject(swarm, event.worker, event.what)
+        except WorkerFailed:  # it may be dying of the fault before
+            if one.alive:
+                raise
 
 
 @dataclass(frozen=True)
@@ -149,9 +128,9 @@ class Script:
         due = tuple(event for event in self.events if event.moment == moment)
         for event in due:
             if not event.later:
-                event.carry_out(swarm)
+                carry_out(event, swarm)
                 continue
-            timer = threading.Timer(event.later, event.carry_out, [swarm])
+            timer = threading.Timer(event.later, carry_out, [event, swarm])
             timer.daemon = True
             self._timers.append(timer)
             timer.start()
@@ -181,134 +160,5 @@ class Script:
         ``spares``: at each moment every layer has a worker that lives, can be found and answers, so that whatever runs
         must come to its end. ``deaths``: how many may end for good; another then comes with other layers, later.
         """
-        draw = _Draw(random.Random(seed), list(spans), moments, spares)
-        for moment in sorted(draw.random.randrange(moments) for _ in range(faults)):
-            draw.fault(moment, deaths)
-        return cls(tuple(sorted(draw.events, key=lambda event: event.moment)), seed)
-
-
-@dataclass(frozen=True)
-class _Serving:
-    """A worker as routing sees it."""
-
-    peer: str
-    start: int
-    stop: int
-    checkpoint: str = ""
-
-
-FOR_EVER = 1 << 30
-
-
-class _Draw:
-    """What a random script has drawn so far: its events, and from when to when each worker cannot be counted on."""
-
-    def __init__(self, source: random.Random, spans: list[Span], moments: int, spares: bool):
-        self.random, self.spans, self.moments, self.spares = source, spans, moments, spares
-        self.layers = max(stop for _, stop in spans)
-        self.events: list[Event] = []
-        self.away: list[list[tuple[int, int]]] = [[] for _ in spans]
-        self.dead = self.added = 0  # how many have died; when the last one was added
-        self.alone = False  # whether something was drawn that a NaN cannot stand beside, or a NaN
-        self.blinking = -1
-
-    def fault(self, moment: int, deaths: int) -> None:
-        """Draw one fault at a moment: of requests, or one that takes a worker away for a while or for good."""
-        kinds = [self._requests, self._requests, self._not_a_number, self._blink, self._absence]
-        if self.dead < deaths:
-            kinds.append(self._death)
-        workers = [n for n in range(len(self.spans)) if n != self.blinking and not self._is_away(n, moment)]
-        self.random.shuffle(kinds)
-        self.random.shuffle(workers)
-        for kind in kinds:
-            if any(kind(moment, worker) for worker in workers):
-                return
-
-    def _requests(self, moment: int, worker: int) -> bool:
-        """A fault of some requests, after which the worker serves on."""
-        choice = self.random.choice
-        where: dict[str, Any] = {"after": choice([0, 0, 1, 3]), "count": choice([1, 1, 2])}
-        fault = choice(
-            ([] if self.spares else [Hang(**where)])
-            + [
-                Slow(choice([0.05, 0.3]), **where),
-                Drop(choice([0.0, 0.5]), **where),
-                Corrupt(choice(["frame", "bytes", "missing", "shape", "dtype"]), **where),
-                Refuse(choice([False, True]), **where),
-                Raise(**where),
-            ]
-        )
-        self.events.append(Event(moment, worker, fault))
-        return True
-
-    def _not_a_number(self, moment: int, worker: int) -> bool:
-        """A reply with NaN. It is believed if a second worker says it too, or if there is none: so one may, no more."""
-        if not self.spares or self.alone or not self._may_leave(worker, moment, FOR_EVER):
-            return False
-        self.alone = True
-        self._leave(worker, moment, FOR_EVER)
-        self.events.append(Event(moment, worker, Corrupt("nan", after=self.random.choice([0, 2]))))
-        return True
-
-    def _blink(self, moment: int, worker: int) -> bool:
-        """A worker that is stopped for some seconds, and perhaps the last one: whatever is run must wait for it."""
-        if self.alone:
-            return False
-        self.alone, self.blinking = True, worker  # which is told nothing more: one that is stopped does not hear
-        back = self.random.choice([0.5, 7.0])  # before and after its silence is taken for death
-        self.events += [Event(moment, worker, "pause"), Event(moment, worker, "resume", later=back)]
-        return True
-
-    def _absence(self, moment: int, worker: int) -> bool:
-        """A worker that is stopped, or cannot be found, or refuses everything, until some moments later."""
-        until = moment + self.random.choice([1, 2, 5, 10])
-        if not self._may_leave(worker, moment, until):
-            return False
-        ways: list[tuple[Fault | str, str]] = [
-            ("pause", "resume"),
-            (Freeze(after=self.random.choice([0, 2])), "clear"),
-            (Expire(), "clear"),
-            (Refuse(count=None), "clear"),
-        ]
-        begin, end = self.random.choice(ways)
-        self._leave(worker, moment, until)
-        self.events += [Event(moment, worker, begin), Event(until, worker, end)]
-        return True
-
-    def _death(self, moment: int, worker: int) -> bool:
-        """A worker that ends; some moments later another comes that serves its layers and perhaps more."""
-        if not self._may_leave(worker, moment, FOR_EVER):
-            return False
-        after = self.random.choice([0, 1, 3])
-        self._leave(worker, moment, FOR_EVER)
-        self.dead += 1
-        ways: list[Fault | str] = ["kill", Die(after=after), Die(computed=True, after=after)]
-        self.events.append(Event(moment, worker, self.random.choice(ways)))
-        back = max(self.added, moment + self.random.choice([0, 2, 6]))  # in order: workers are numbered as they come
-        if back < self.moments:
-            start, stop = self.spans[worker]
-            span = (self.random.randint(0, start), self.random.randint(stop, self.layers))
-            self.events.append(Event(back, len(self.spans), "add", span))
-            self.spans.append(span)
-            self.away.append([(-1, back)])
-            self.added = back
-        return True
-
-    def _may_leave(self, worker: int, since: int, until: int) -> bool:
-        """Whether every layer is still served when the worker is away from one moment to another."""
-        if not self.spares:
-            return True
-        edges = {edge for away in self.away for pair in away for edge in pair}
-        turns = {since, *(edge for edge in edges if since <= edge <= until)}
-        return all(covers(self._serving(moment, without=worker), 0, self.layers) for moment in turns)
-
-    def _serving(self, moment: int, without: int) -> list[_Serving]:
-        there = [n for n in range(len(self.spans)) if n != without and not self._is_away(n, moment)]
-        return [_Serving(str(n), *self.spans[n]) for n in there]
-
-    def _is_away(self, worker: int, moment: int) -> bool:
-        """Whoever comes back at a moment is still away then: it may not be found yet."""
-        return any(since <= moment <= until for since, until in self.away[worker])
-
-    def _leave(self, worker: int, since: int, until: int) -> None:
-        self.away[worker].append((since, until))
+        events = draw(seed, spans, faults=faults, moments=moments, spares=spares, deaths=deaths)
+        return cls(tuple(sorted(events, key=lambda event: event.moment)), seed)

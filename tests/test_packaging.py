@@ -48,7 +48,7 @@ PARTS = {
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
         *("swarm.routing", "swarm.placement", "swarm.hello", "swarm.worker"),
-        *("swarm.faults", "swarm.faulty", "swarm.late"),
+        *("swarm.faults", "swarm.fault_scripts", "swarm.faulty", "swarm.late"),
     ],
     # these put the parts together
     "whole": [

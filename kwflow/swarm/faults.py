@@ -12,6 +12,8 @@ from typing import Any
 
 from kwflow.errors import KwargError
 
+Span = tuple[int, int]
+
 OPERATIONS = ("step", "forward", "backward", "hello")
 CORRUPTIONS = ("frame", "bytes", "missing", "shape", "dtype", "nan")
 
@@ -137,6 +139,27 @@ class Latency(Fault):
 @dataclass(frozen=True, repr=False)
 class Expire(Fault):
     """The worker is not in the directory any more; who knows it is still served."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happens to a worker at a moment: a fault, or ``kill | pause | resume | clear | add``.
+
+    ``add`` starts one more worker with layers ``span``, as if a worker came back with other blocks. ``later``: seconds
+    after the moment, while what is run goes on or waits.
+    """
+
+    moment: int
+    worker: int
+    what: Fault | str
+    span: Span | None = None
+    later: float = 0.0
+
+    def __str__(self) -> str:
+        who = "" if self.what == "add" else f" worker {self.worker}"
+        where = "" if self.span is None else f" {self.span[0]}:{self.span[1]}"
+        when = f" after {self.later:g} s" if self.later else ""
+        return f"{self.moment}:{who} {self.what}{where}{when}"
 
 
 KINDS: dict[str, type[Fault]] = {
