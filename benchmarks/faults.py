@@ -111,10 +111,10 @@ class Stage:
             flow.close()
             time.sleep(0.5)
 
-    def hits(self) -> int:
-        """Requests that faults have befallen, of the workers that live."""
-        living = [number for number, worker in enumerate(self.swarm.workers) if worker.alive]
-        return sum(kf.faults.hits(self.swarm, number) for number in living)
+    def hits(self) -> dict[str, int]:
+        """Requests that faults have befallen, by worker that lives."""
+        workers = enumerate(self.swarm.workers)
+        return {worker.peer: kf.faults.hits(self.swarm, number) for number, worker in workers if worker.alive}
 
     def close(self) -> None:
         self._note()
@@ -144,7 +144,7 @@ def run(stage: Stage, seed: int, faults: int | None = None) -> Outcome:
     expected = work(stage.reference, Draw(seed, stage.sizes), lambda moment: None, [])
     seconds = SECONDS if spares else SECONDS_WITHOUT_ROUTE
     replays: list[str] = []
-    struck = -stage.hits()
+    hits = stage.hits()
     since = began = time.monotonic()
 
     def before(moment: int) -> None:
@@ -168,7 +168,8 @@ def run(stage: Stage, seed: int, faults: int | None = None) -> Outcome:
     seconds = time.monotonic() - began
     script.wait()
     kf.faults.heal(stage.swarm)
-    return Outcome(seed, name, script, verdict, seconds, struck + stage.hits(), replays)
+    struck = sum(count - hits.get(peer, 0) for peer, count in stage.hits().items())
+    return Outcome(seed, name, script, verdict, seconds, struck, replays)
 
 
 def _typed(error: KwflowError, spares: bool, late: float) -> str:
