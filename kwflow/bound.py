@@ -8,7 +8,7 @@ Flat, so that autograd sees plain tensors and the wire plain JSON. No torch.nn.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +116,10 @@ class Bound:
             mine = [pick_layer(leaf, layer - self.start) for leaf in mine]
         return trees.unflatten(mine, self.sections[number].skeleton)
 
+    def names(self) -> set[str]:
+        """The kwargs that are given."""
+        return {name for section in range(len(self.sections)) for name in self.section(section)}
+
     def call(self) -> dict[str, Any]:
         """What holds for the whole call: ``{name: Axed}``."""
         found = [self.section(i) for i, section in enumerate(self.sections) if section.layers == "call"]
@@ -166,6 +170,21 @@ class Bound:
             if layers == "call":
                 kwargs.pop(name, None)
         return Bound.of((self.start, self.stop), [(layers, kwargs) for layers, kwargs in kept if kwargs])
+
+    def leaving_out(self, *names: str) -> Bound:
+        """The same without some kwargs, whoever's they are."""
+        return self._with(lambda name: name not in names)
+
+    def only(self, *names: str) -> Bound:
+        """The same with some kwargs only."""
+        return self._with(lambda name: name in names)
+
+    def _with(self, wanted: Callable[[str], bool]) -> Bound:
+        kept = []
+        for number, section in enumerate(self.sections):
+            kwargs = {name: value for name, value in self.section(number).items() if wanted(name)}
+            kept += [(section.layers, kwargs)] if kwargs else []
+        return Bound.of((self.start, self.stop), kept)
 
     def describe(self) -> str:
         """``steer[12]: float32(576,), prompts: …`` for error messages."""

@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from kwflow import link
 from kwflow.errors import DeadlineError, KwargError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
 from kwflow.flow import Flow
-from kwflow.plan import Hop
+from kwflow.retry import Hop
 from kwflow.schema import Schema
 from kwflow.swarm.routing import Serves, covers, plan
 from kwflow.swarm.worker import Served
@@ -24,11 +25,30 @@ from kwflow.wire import Message
 
 log = logging.getLogger(__name__)
 
-BAN_SECONDS = 5.0  # doubled at each failure in a row
+BAN_SECONDS, LONGEST_BAN = (
+    5.0,
+    60.0,
+)  # that a worker which failed is kept out of routes; doubled at each failure in a row
+PROBE_SECONDS = 0.25  # before it is asked again where there is no other; doubled likewise
+
+
+@dataclass(frozen=True)
+class Ban:
+    """A worker that failed: how often in a row, and until when it is avoided, or not asked at all."""
+
+    failures: int
+    until: float
+    silent_until: float
+
+    @classmethod
+    def after(cls, failures: int) -> Ban:
+        now, doubled = time.monotonic(), 2.0 ** min(failures - 1, 16)
+        until = now + min(BAN_SECONDS * doubled, LONGEST_BAN)
+        return cls(failures, until, now + min(PROBE_SECONDS * doubled, BAN_SECONDS))
 
 
 class KnownPeers:
-    """Workers by a view that someone refreshes; what they said in hello; who failed lately. See ``flow.Peers``."""
+    """Workers by a view that someone refreshes; what they said in hello; who failed lately. See ``retry.Peers``."""
 
     def __init__(
         self,
@@ -45,7 +65,8 @@ class KnownPeers:
         self._view, self._others = view, others  # others: what to say where the view is empty
         self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
         self._hellos: dict[str, dict[str, Any]] = {}
-        self._banned: dict[str, tuple[float, int]] = {}  # peer -> until when, failures in a row
+        self._bans: dict[str, Ban] = {}
+        self._served: dict[int, set[str]] = {}  # layer -> the workers that a route was given with
 
     async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
         """Hops that cover ``[start, stop)``; a worker that does not answer hello, or serves other weights, is left out.
@@ -55,13 +76,14 @@ class KnownPeers:
         tried: set[str] = set()
         while True:
             now = time.monotonic()
-            banned = {peer for peer, (until, _) in self._banned.items() if until > now}
+            banned = {peer for peer, ban in self._bans.items() if ban.until > now}
+            silent = {peer for peer, ban in self._bans.items() if ban.silent_until > now}
             view = [worker for worker in self._view() if self._weights(worker) in ("", self.checkpoint)]
             try:
                 hops = plan(view, start, stop, blocked={*blocked, *tried, *banned})
             except NoRoute:
                 try:  # better a worker that failed lately than none
-                    hops = plan(view, start, stop, blocked={*blocked, *tried})
+                    hops = plan(view, start, stop, blocked={*blocked, *tried, *silent})
                 except NoRoute as error:
                     self._refuse_others(start, stop)
                     if self._others is not None and not self._view():
@@ -74,6 +96,9 @@ class KnownPeers:
                 tried.add(error.peer or "")
                 continue
             if all(_checkpoint(hop.hello) == self.checkpoint for hop in route) or not self.checkpoint:
+                for hop in route:
+                    for layer in range(*hop.span):
+                        self._served.setdefault(layer, set()).add(hop.peer)
                 return route
 
     def _weights(self, worker: Serves) -> str:
@@ -104,7 +129,7 @@ class KnownPeers:
                 raise WorkerFailed("answered hello with something else", peer=peer)
             hello["schema"] = Schema.from_json(hello["schema"])
             self._hellos[peer] = hello
-            self._banned.pop(peer, None)
+            self._bans.pop(peer, None)
         return self._hellos[peer]
 
     def hellos(self) -> list[dict[str, Any]]:
@@ -116,9 +141,18 @@ class KnownPeers:
         self.last_failure = error
         if error.peer and not isinstance(error, WorkerFull):
             self._hellos.pop(error.peer, None)
-            until, failures = self._banned.get(error.peer, (0.0, 0))
-            if until < time.monotonic():  # what else was under way when it failed does not count again
-                self._banned[error.peer] = (time.monotonic() + BAN_SECONDS * 2**failures, failures + 1)
+            ban = self._bans.get(error.peer)
+            if ban is None or ban.silent_until < time.monotonic():  # else it was under way when the worker failed
+                self._bans[error.peer] = Ban.after(1 if ban is None else ban.failures + 1)
+
+    def avoided(self, peer: str) -> bool:
+        """Whether routes avoid a worker now, because it failed."""
+        ban = self._bans.get(peer)
+        return ban is not None and ban.until > time.monotonic()
+
+    def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+        """Whether workers other than those served these layers to this client before."""
+        return all(self._served.get(layer, set()) - set(blocked) for layer in range(start, stop))
 
     def close(self) -> None:
         """Close every link; calling it again does nothing."""

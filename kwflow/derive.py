@@ -9,6 +9,7 @@ the Function (backward, jvp, vmap) applies it with one more entry, so autograd c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -105,13 +106,22 @@ def is_first_order(operations: Sequence[Operation]) -> bool:
     return not operations or (len(operations) == 1 and "vjp" in operations[0])
 
 
+def math_attention() -> AbstractContextManager[Any]:
+    """The attention kernel that has forward mode and double backward; set for the whole process."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 def evaluate(
-    fn: Callable[..., tuple[Tensor, ...]], operations: Sequence[Operation], tensors: Sequence[Tensor]
+    fn: Callable[..., tuple[Tensor, ...]],
+    operations: Sequence[Operation],
+    tensors: Sequence[Tensor],
+    *,
+    attention: Callable[[], AbstractContextManager[Any]] = math_attention,
 ) -> Sequence[Tensor | None]:
     """Fold operations around ``fn``, whose outputs are a tuple, and call it: what :class:`_Remote` asks a worker for.
 
     First order goes through ``autograd.grad``, which tells "no path" (None) from zero; the rest through torch.func,
-    under the math attention kernel, since the fused ones have no forward mode and no double backward.
+    under the math attention kernel (``attention``), since the fused ones have no forward mode and no double backward.
     """
     if not operations:
         with torch.no_grad():
@@ -132,7 +142,7 @@ def evaluate(
     for operation in operations:
         folded = _fold(folded, operation)
     # NOTE [grad mode] must be on: with it off, torch picks backward kernels (silu's) that cannot be derived again
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad(), attention():
         return [result.detach() for result in folded(*tensors)]
 
 

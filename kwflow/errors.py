@@ -64,9 +64,13 @@ class ModelError(CallerError, ValueError):
 
 
 class WorkerFailed(KwflowError):
-    """A worker died, fell silent, refused or answered nonsense. ``peer`` and ``span`` say which."""
+    """A worker died, fell silent, refused or answered nonsense. ``peer`` and ``span`` say which.
+
+    ``answered``: it lives, and said so itself.
+    """
 
     kind = "worker"
+    answered = False
 
     def __init__(self, message: str, *, peer: str | None = None, span: tuple[int, int] | None = None):
         super().__init__(message)
@@ -125,7 +129,9 @@ def from_wire(said: Mapping[str, Any], *, peer: str) -> KwflowError:
         return cls(f"{message} (said by {where})")
     text = message if cls is not None else f"{name}: {message}"
     failed = cls if cls is not None and issubclass(cls, WorkerFailed) else WorkerFailed
-    return failed(f"{text} (on {where})", peer=peer)
+    error = failed(f"{text} (on {where})", peer=peer)
+    error.answered = True
+    return error
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:

@@ -25,8 +25,9 @@ from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
 from kwflow.kwargs import in_all
-from kwflow.plan import Estimate, Hop, Options, Peers, Plan, PlanCall, bind, wait
+from kwflow.plan import Estimate, Options, Plan, PlanCall, bind, wait
 from kwflow.positions import Columns
+from kwflow.retry import Hop, Peers, Retry
 from kwflow.schema import Spec
 
 
@@ -141,7 +142,7 @@ class Flow:
 
     def run_bound(self, hidden: Tensor, bound: Bound) -> Sequence[Tensor]:
         """Run the layers with kwargs that are bound to them already: hidden, then what is captured."""
-        route = self._wait(self.peers.route(*self.span, self._options.peers_blocked))
+        route = self._wait(self._route())
         return self._run(self._cut(route, bound, hidden), hidden)
 
     def _run(self, plan: Plan, hidden: Tensor) -> Sequence[Tensor]:
@@ -193,9 +194,16 @@ class Flow:
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return wait(work, self._options.timeout, f"a call of layers {self.start}:{self.stop}")
 
+    def retry(self) -> Retry:
+        """For one call or step: its routes, until its deadline."""
+        return Retry(self.peers, self._options.timeout, self._options.peers_blocked)
+
+    async def _route(self) -> list[Hop]:
+        return await self.retry().route(*self.span)
+
     async def _plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
         check_hidden(hidden, self.ends.hidden_size)
-        route = await self.peers.route(*self.span, self._options.peers_blocked)
+        route = await self._route()
         batch, seq, _ = hidden.shape
         bound = bind(route, self.span, kwargs, {"batch": batch, "seq": seq, "key": seq})
         return self._cut(route, bound, hidden)
@@ -229,12 +237,12 @@ class Flow:
 
     def kwargs(self) -> dict[str, Spec]:
         """The kwargs that some of this flow's layers take beside attention_mask and position_ids."""
-        route = self._wait(self.peers.route(*self.span, self._options.peers_blocked))
+        route = self._wait(self._route())
         return {n: spec for hop in route for n, spec in hop.schema.kwargs.items() if spec.group != "call"}
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """What ``lora`` and ``ia3`` may name in all of this flow's layers: features in and out, by dotted name."""
-        route = self._wait(self.peers.route(*self.span, self._options.peers_blocked))
+        route = self._wait(self._route())
         return in_all([hop.schema.projections for hop in route])
 
     def embed(self, input_ids: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
@@ -245,14 +253,18 @@ class Flow:
         """The final norm and language-model head: hidden (batch, seq, hidden) to logits (batch, seq, vocab)."""
         return self.ends.head(hidden)
 
-    def session(self, max_length: int) -> Any:
-        """Keys and values kept on the workers over steps, up to ``max_length`` columns; a context manager."""
+    def session(self, max_length: int, *, replay: str = "stepwise") -> Any:
+        """Keys and values kept on the workers over steps, up to ``max_length`` columns; a context manager.
+
+        ``replay``: how the steps of a worker that failed are repeated on others: "stepwise", one by one, bitwise the
+        same where the workers' numerics are; "merged", joined where axes allow, faster and equal but for rounding.
+        """
         from kwflow.session import Session
 
         if self._options.dtype:
             raise UnsupportedError("a session runs in the workers' dtype; options(dtype=) is for calls")
 
-        return Session(self, max_length)
+        return Session(self, max_length, replay)
 
     # ---- lifetime
 

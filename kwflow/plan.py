@@ -7,9 +7,12 @@ are the fast way for first-order autograd; ``by_spans`` gives every derivative (
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
+import contextlib
+import functools
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,52 +20,17 @@ from torch import Tensor
 from kwflow import link
 from kwflow.axes import describe, part, part_adjoint
 from kwflow.bound import Bound, Span, is_wrapped
-from kwflow.derive import Operations, Perform, remote_call
+from kwflow.derive import Operations, Perform, evaluate, remote_call
 from kwflow.errors import DeadlineError, KwargError, WorkerFailed
 from kwflow.kwargs import bind_kwargs
 from kwflow.positions import Columns
-from kwflow.schema import Schema
+from kwflow.retry import Hop, Misfit, Peers, Retry, lacks
 from kwflow.wire import Message
 
+T = TypeVar("T")
+
 IN_FLIGHT = 8  # sub-batches on their way at once
-
-
-@dataclass(frozen=True)
-class Hop:
-    """One worker on a route and the layers it runs for this flow."""
-
-    peer: str
-    start: int
-    stop: int
-    hello: Mapping[str, Any]
-
-    @property
-    def span(self) -> Span:
-        return self.start, self.stop
-
-    @property
-    def schema(self) -> Schema:
-        return self.hello["schema"]
-
-
-class Peers(Protocol):
-    """Where a flow's workers come from; shared by its slices."""
-
-    pool: link.Pool
-
-    async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
-        """Hops that cover ``[start, stop)``. Raises NoRoute."""
-        ...
-
-    def hellos(self) -> Sequence[Mapping[str, Any]]:
-        """What the workers that were met say of themselves."""
-        ...
-
-    def failed(self, error: WorkerFailed) -> None:
-        """Take note that a worker failed, so that the next route avoids it."""
-        ...
-
-    def close(self) -> None: ...
+GRACE = 1.0  # seconds for a call to say why it gave up
 
 
 @dataclass(frozen=True)
@@ -114,8 +82,12 @@ class Plan:
             received.append(hidden.nbytes + rows_in_all * numbers * hidden.element_size())
         return Estimate(tuple(hop.span for hop in self.route), len(self.cuts), tuple(sent), tuple(received))
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return wait(work, self.options.timeout, f"a call of layers {self.bound.start}:{self.bound.stop}")
+    def run(self, work: Coroutine[Any, Any, Any], timeout: float | None = None) -> Any:
+        what = f"a call of layers {self.bound.start}:{self.bound.stop}"
+        return wait(work, self.options.timeout if timeout is None else timeout, what)
+
+    def retry(self) -> Retry:
+        return Retry(self.peers, self.options.timeout, self.options.peers_blocked)
 
     async def send(
         self, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
@@ -132,26 +104,88 @@ class Plan:
             reply = await self.peers.pool(hop.peer, Message(meta, tree))
         except WorkerFailed as error:
             error.span = error.span or hop.span
-            self.peers.failed(error)
             raise
-        if not isinstance(reply.tree, list):
-            raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
-        return to_devices(reply.tree, operations, tensors)
+        return check_reply(reply.tree, hop, bound, operations, tensors)
+
+    async def ask(
+        self, retry: Retry, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """What a hop's worker answers; if it fails, what others answer in its place, one or several."""
+        batch, seq = tensors[0].shape[:2]
+
+        def misfit(other: Hop) -> str | None:
+            return lacks(other, hop, bound, batch * seq)
+
+        hops = [] if retry.avoids(hop.peer) else [hop]
+        while True:
+            hops = hops or await retry.route(*hop.span, like=hop, misfit=misfit)
+            if len(hops) > 1:
+                composed = functools.partial(self._composed, retry, hops, bound, operations, tensors)
+                found = await in_thread(composed)
+                return to_devices(found, operations, tensors)
+            try:
+                found = await self.send(hops[0], bound, operations, tensors)
+            except WorkerFailed as error:
+                retry.failed(error)
+                hops = []
+                continue
+            if not retry.doubted and any_nan(found) and not any_nan(tensors):
+                found = await self._doubt(retry, hops[0], misfit, found, bound, operations, tensors)
+            return to_devices(found, operations, tensors)
+
+    async def _doubt(
+        self,
+        retry: Retry,
+        hop: Hop,
+        misfit: Misfit,
+        found: list[Tensor | None],
+        bound: Bound,
+        operations: Operations,
+        tensors: Sequence[Tensor],
+    ) -> list[Tensor | None]:
+        """NaN from input without any: what another worker says, once in a call. The same again is the answer."""
+        retry.doubted = True
+        other = await retry.another(hop, misfit)
+        if other is None:
+            return found
+        try:
+            theirs = await self.send(other, bound, operations, tensors)
+        except WorkerFailed as error:
+            retry.failed(error)
+            return found
+        if any_nan(theirs):
+            return found
+        retry.failed(WorkerFailed(f"NaN where worker {other.peer[-8:]} has none", peer=hop.peer, span=hop.span))
+        return theirs
+
+    def _composed(
+        self, retry: Retry, hops: Sequence[Hop], bound: Bound, operations: Operations, tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Operations on a span that several workers have taken over: derived here, each worker's own part there."""
+
+        def fn(hidden: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+            given, captured = bound.with_tensors(leaves), list[Tensor]()
+            for hop in hops:
+                part, _ = given.part(None, hop.span)
+                hidden, *more = remote_call(self._perform(hop, part, retry), [hidden, *part.tensors])
+                captured += more
+            return (hidden, *captured)
+
+        return list(evaluate(fn, operations, tensors, attention=contextlib.nullcontext))
 
     async def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """The outputs (hidden, then what is captured), and each sub-batch's hidden before every hop.
 
         Sub-batches run through the pipeline at once.
         """
-        turn = asyncio.Semaphore(IN_FLIGHT)
+        turn, retry = asyncio.Semaphore(IN_FLIGHT), self.retry()
 
         async def one(rows: Span) -> tuple[list[Tensor], list[Tensor]]:
             async with turn:
                 seen, captured = [tensors[0].detach()[rows[0] : rows[1]]], list[Tensor]()
                 for hop in self.route:
                     bound, _ = self.bound.part(rows, hop.span)
-                    outputs = await self.send(hop, bound, (), [seen[-1], *bound.tensors])
-                    out, *more = check_outputs(outputs, seen[-1], hop, bound)
+                    out, *more = _all(await self.ask(retry, hop, bound, (), [seen[-1], *bound.tensors]))
                     seen.append(out)
                     captured += more
                 return [seen.pop(), *captured], seen
@@ -166,13 +200,13 @@ class Plan:
 
         ``cotangents``: of hidden and of what was captured; None where the loss does not depend on it.
         """
-        turn = asyncio.Semaphore(IN_FLIGHT)
+        turn, retry = asyncio.Semaphore(IN_FLIGHT), self.retry()
 
         async def one(number: int) -> list[tuple[int, Tensor]]:
             async with turn:
                 rows = self.cuts[number]
                 mine = [None if c is None else c[rows[0] : rows[1]] for c in cotangents]
-                return await self._pull(rows, mine, needed, boundaries[number])
+                return await self._pull(retry, rows, mine, needed, boundaries[number])
 
         found = await all_or_first_error([one(number) for number in range(len(self.cuts))])
         totals: list[Tensor | None] = [None] * len(needed)
@@ -182,7 +216,12 @@ class Plan:
         return totals
 
     async def _pull(
-        self, rows: Span, cotangents: Sequence[Tensor | None], needed: Sequence[bool], boundaries: Sequence[Tensor]
+        self,
+        retry: Retry,
+        rows: Span,
+        cotangents: Sequence[Tensor | None],
+        needed: Sequence[bool],
+        boundaries: Sequence[Tensor],
     ) -> list[tuple[int, Tensor]]:
         """One sub-batch's gradients, hop by hop from the last, each with the number of its tensor."""
         gradients, back, captured = list[tuple[int, Tensor]](), cotangents[0], list(cotangents[1:])
@@ -198,9 +237,7 @@ class Plan:
                 back = None
                 continue
             operation = {"vjp": wanted, "given": list(given)}
-            found = await self.send(hop, bound, (operation,), [entering, *bound.tensors, *given.values()])
-            if len(found) != len(wanted):
-                raise WorkerFailed(f"{len(found)} gradients for {len(wanted)} inputs", peer=hop.peer, span=hop.span)
+            found = await self.ask(retry, hop, bound, (operation,), [entering, *bound.tensors, *given.values()])
             answer = dict(zip(wanted, found, strict=True))
             for i in leaves:
                 grad = answer[1 + i]
@@ -236,9 +273,11 @@ class Plan:
             runs.append([hidden, *captured])
         return _join_rows(runs)
 
-    def _perform(self, hop: Hop, bound: Bound) -> Perform:
+    def _perform(self, hop: Hop, bound: Bound, within: Retry | None = None) -> Perform:
         def perform(operations: Operations, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-            return self.run(self.send(hop, bound, operations, [t.detach() for t in tensors]))
+            retry = within or self.retry()
+            work = self.ask(retry, hop, bound, operations, [t.detach() for t in tensors])
+            return self.run(work, None if within is None else retry.left + GRACE)
 
         return perform
 
@@ -317,6 +356,25 @@ def to_devices(
     return [None if r is None else r.to(tensor.device) for r, tensor in zip(results, like, strict=True)]
 
 
+def check_reply(
+    found: Any, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """A reply must be what was asked for. Raises WorkerFailed."""
+    if not isinstance(found, list) or not all(result is None or isinstance(result, Tensor) for result in found):
+        raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
+    if not operations:
+        return [*check_outputs(found, tensors[0], hop, bound)]
+    if "vjp" in operations[-1]:
+        inputs = [tensors[i] for i in operations[-1]["vjp"]]
+        if len(found) != len(inputs):
+            raise WorkerFailed(f"{len(found)} gradients for {len(inputs)} inputs", peer=hop.peer, span=hop.span)
+        for grad, tensor in zip(found, inputs, strict=True):
+            if grad is not None and (grad.shape != tensor.shape or grad.dtype != tensor.dtype):
+                said = f"answered {describe(grad)} for the gradient of {describe(tensor)}"
+                raise WorkerFailed(said, peer=hop.peer, span=hop.span)
+    return found
+
+
 def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound) -> list[Tensor]:
     """A reply must be what was asked for: the hidden's shape and dtype, then each capture's rows and dtype."""
     found = outputs if isinstance(outputs, list) else []
@@ -329,6 +387,15 @@ def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound) -> list[
         said = f"{len(found) - 1} captures for {bound.captures(hop.span)}"
         raise WorkerFailed(f"answered {said}, or others than were asked for", peer=hop.peer, span=hop.span)
     return found
+
+
+def _all(found: Sequence[Tensor | None]) -> list[Tensor]:
+    """Values, which are all there: ``check_outputs`` has seen to it."""
+    return [result for result in found if result is not None]
+
+
+def any_nan(tensors: Sequence[Tensor | None]) -> bool:
+    return any(t is not None and t.is_floating_point() and bool(t.isnan().any()) for t in tensors)
 
 
 def _join_rows(runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -354,3 +421,28 @@ async def all_or_first_error(work: Sequence[Awaitable[Any]]) -> list[Any]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run blocking work in a thread of its own: asyncio's pool could fill up with calls that wait for each other."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():  # nobody waits any more
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # noqa: BLE001  raised where it is awaited
+            loop.call_soon_threadsafe(settle, None, error)
+        else:
+            loop.call_soon_threadsafe(settle, result, None)
+
+    threading.Thread(target=run, name="kwflow-composed", daemon=True).start()
+    return await future

@@ -2,15 +2,17 @@
 
 Every step carries its start column; a worker crops to it and appends. So a step that was interrupted is simply taken
 again, and a rollback is a smaller start column. Kwargs are sent once: what equals the step before's, a worker has.
-Not differentiable.
+What each worker was given is kept here, so that others can take its place (``kwflow.replay``). Not differentiable.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,11 +23,16 @@ from kwflow import link, prefix
 from kwflow.axes import Axed, describe
 from kwflow.bound import Bound, is_wrapped
 from kwflow.captures import Capture, pick
-from kwflow.errors import DeadlineError, SessionError, ShapeError, WorkerFailed
+from kwflow.errors import CallerError, DeadlineError, KwargError, SessionError, ShapeError, WorkerFailed
 from kwflow.flow import Flow, check_hidden, token_ids
-from kwflow.plan import Hop, bind, check_outputs, request_tree, wait
+from kwflow.plan import any_nan, bind, wait
 from kwflow.positions import Columns, from_the_end, token_position
-from kwflow.wire import Message
+from kwflow.replay import Replay, Stage, Step, merged, replay
+from kwflow.retry import Hop, Retry, differs, lacks
+
+MODES = ("stepwise", "merged")
+
+log = logging.getLogger(__name__)
 
 
 class Session:
@@ -36,13 +43,17 @@ class Session:
             out = s.step(**s.inputs(next_ids), steer={12: v})             # (1, 1, hidden)
 
     ``position``: columns so far; ``prefix``: columns of the first step's prefix_kv before them, for which max_length
-    has room too. A remembered attention_mask is extended by ones when a step gives none.
+    has room too. A remembered attention_mask is extended by ones when a step gives none. When a worker fails, others
+    take its place and its steps again, as ``mode`` says (``replay=``), and the step goes on; ``replays`` tells.
     """
 
-    def __init__(self, flow: Flow, max_length: int):
+    def __init__(self, flow: Flow, max_length: int, replay: str = "stepwise"):
         if not isinstance(max_length, int) or max_length < 1:
             raise SessionError(f"max_length is {max_length!r}; give the number of columns to keep room for")
-        self.flow, self.max_length = flow, max_length
+        if replay not in MODES:
+            raise KwargError(f"replay is {replay!r:.40}; a session repeats its steps {' or '.join(map(repr, MODES))}")
+        self.flow, self.max_length, self.mode = flow, max_length, replay
+        self.replays: list[Replay] = []
         self.position = self.prefix = 0
         self.batch: int | None = None
         self.closed = False
@@ -53,13 +64,12 @@ class Session:
         self._four_d: int | None = None  # the column where the first 4-D mask came
         self._reorders: list[tuple[int, list[int]]] = []  # not yet on every worker
         self._reorder_count = 0
-        self._route: list[Hop] = []
-        self._channels: list[link.Channel] = []
-        self._held: list[Bound] = []  # the kwargs that each worker has from its last step
+        self._stages: list[Stage] = []
+        self._nan = False  # NaN was tried on another worker, which said the same
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()  # which follow its rows and columns
         self._running: concurrent.futures.Future[list[Tensor]] | None = None
         self._turn = threading.Lock()
-        self._freed = weakref.finalize(self, _free, self._channels)
+        self._freed = weakref.finalize(self, _free, self._stages)
 
     def step(
         self, hidden: Tensor, *, phase: str | None = None, prompt_length: int | Tensor | None = None, **kwargs: Any
@@ -91,9 +101,9 @@ class Session:
         with self._turn:
             self._ready(hidden)
             timeout = self.flow._options.timeout
-            if not self._route:
-                blocked = self.flow._options.peers_blocked
-                self._route = wait(self.flow.peers.route(*self.flow.span, blocked), timeout, "a step")
+            if not self._stages:
+                hops = wait(self.flow.retry().route(*self.flow.span), timeout, "a step")
+                self._stages += [Stage(hop, self.max_length) for hop in hops]
             capture = kwargs.get("capture")
             if isinstance(capture, Capture):
                 capture.belong(self)
@@ -101,10 +111,11 @@ class Session:
             if hidden.numel() == 0:
                 return hidden.clone()
             self._settle(timeout)
-            self._running = link.submit(self._send(hidden.detach(), bound))
+            self._running = link.submit(self._send(hidden.detach().clone(), bound))
             try:  # an interrupt leaves it running; the next step waits for it
                 out, *captured = self._running.result(timeout)
             except TimeoutError as error:
+                self._running.cancel()
                 raise DeadlineError(f"a step did not end in {timeout:g} s (flow.options(timeout=…))") from error
             self._running = None
             self.prefix = self.prefix if self.position else prefix.length(bound)
@@ -162,6 +173,8 @@ class Session:
         if type(position) is not int or not 0 <= position <= self.position:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
         with self._turn:
+            forgotten = [stage.forget(position) for stage in self._stages]  # the same of all
+            self._reorders = [*(forgotten[0] if forgotten else ()), *self._reorders] if position else []
             self.position, self.prefix = position, self.prefix if position else 0
             self._prompt_columns = min(self._prompt_columns, position)
             self._end_was = self._end_was if position else None
@@ -228,12 +241,12 @@ class Session:
         if positions is None and self._positions is not None:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
         sizes = {"batch": batch, "seq": seq, "key": stop}
-        called = bind(self._route, self.flow.span, {"attention_mask": mask, "position_ids": positions}, sizes)
+        called = bind(self._route(), self.flow.span, {"attention_mask": mask, "position_ids": positions}, sizes)
         remembered, sent = self._columns_of_mask(called, batch, start, stop)
         columns = self._columns(remembered, start, stop, repeats, prompt, prompt_length)
         if prompt is not None:
             self._check_end(start, prompt)
-        bound = bind(self._route, self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
+        bound = bind(self._route(), self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
         ahead = self._ahead(bound, start, stop)
         if positions is not None:
             own = None if remembered is None else remembered[:, start:]
@@ -325,35 +338,114 @@ class Session:
             running, self._running = self._running, None
             concurrent.futures.wait([running], timeout)
 
+    def _route(self) -> list[Hop]:
+        return [stage.hop for stage in self._stages]
+
     async def _send(self, hidden: Tensor, bound: Bound) -> list[Tensor]:
-        captured: list[Tensor] = []
-        peers = self.flow.peers
-        while len(self._channels) < len(self._route):
-            self._channels.append(await peers.pool.transport.open(self._route[len(self._channels)].peer))
-            self._held.append(Bound(*self._route[len(self._held)].span))
-        for number, (hop, channel) in enumerate(zip(self._route, self._channels, strict=True)):
-            mine, _ = bound.part(None, hop.span)
-            held, self._held[number] = self._held[number], Bound(*hop.span)  # unless the step succeeds, nobody knows
-            same = mine.same_as(held) if "sent once" in hop.hello.get("features", ()) else {}
-            meta = {"op": "step", "span": [hop.start, hop.stop], "start": self.position}
-            if self.position == 0:
-                meta["max_length"] = self.max_length
-            if self._reorders:
-                meta["reorder"] = [[number, rows] for number, rows in self._reorders]
-            before = channel.bytes_sent, channel.bytes_received
+        """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
+        retry, pool = self.flow.retry(), self.flow.peers.pool
+        captured, taken = list[Tensor](), list[Step]()
+        while len(taken) < len(self._stages):
+            number = len(taken)
+            stage = self._stages[number]
+            step = Step(self.position, hidden, bound.part(None, stage.hop.span)[0], tuple(self._reorders))
             try:
-                reply = await link.call(channel, Message(meta, request_tree(hidden, mine, same=same)))
+                outputs = await stage.take(step, pool)
             except WorkerFailed as error:
-                error.span = error.span or hop.span
-                peers.failed(error)
+                await self._replace(number, error, retry, step)
+                continue
+            except BaseException:
+                stage.given_up = stage.closed  # by this side: the worker is not to blame
                 raise
-            finally:
-                peers.pool.bytes_sent += channel.bytes_sent - before[0]
-                peers.pool.bytes_received += channel.bytes_received - before[1]
-            hidden, *more = check_outputs(reply.tree, hidden, hop, mine)
+            if not self._nan and any_nan(outputs) and not any_nan([hidden, *step.bound.tensors]):
+                if await self._doubt(number, retry, step):
+                    continue
+            hidden, *more = outputs
             captured += more
-            self._held[number] = mine.copied(same, held)
+            taken.append(step)
+        for stage, step in zip(self._stages, taken, strict=True):
+            stage.keep(step)
         return [hidden, *captured]
+
+    async def _replace(self, number: int, error: WorkerFailed, retry: Retry, step: Step) -> None:
+        """Rebuild one worker's keys and values on others, or on itself if this side closed its channel."""
+        old, began = self._stages[number], time.monotonic()
+        if not old.given_up:
+            retry.failed(error)
+        await old.aclose()
+        steps = self._history(old)
+        while True:
+            hops = (
+                [old.hop]
+                if old.given_up
+                else await retry.route(*old.hop.span, like=old.hop, misfit=self._misfit(old, step))
+            )
+            old.given_up = False
+            try:
+                new = await self._rebuilt(steps, hops, retry)
+            except WorkerFailed as failure:
+                retry.failed(failure)
+                continue
+            break
+        self._stages[number : number + 1] = new
+        if hops != [old.hop]:
+            self._note(old, str(error), hops, len(steps), time.monotonic() - began)
+
+    async def _rebuilt(self, steps: Sequence[Step], hops: Sequence[Hop], retry: Retry) -> list[Stage]:
+        new = [Stage(hop, self.max_length) for hop in hops]
+        try:
+            await replay(steps, new, self.flow.peers.pool)
+        except BaseException as error:
+            for stage in new:
+                await stage.aclose()
+            if isinstance(error, CallerError):  # the worker before took these steps: it is not the caller's fault
+                raise WorkerFailed(f"cannot repeat the session's steps: {error}", peer=hops[-1].peer) from error
+            raise
+        return new
+
+    async def _doubt(self, number: int, retry: Retry, step: Step) -> bool:
+        """NaN from input without any: whether another worker says otherwise, and then takes this one's place."""
+        self._nan = True
+        old, began = self._stages[number], time.monotonic()
+        other = await retry.another(old.hop, self._misfit(old, step))
+        if other is None:
+            return False
+        steps = self._history(old)
+        try:
+            (new,) = await self._rebuilt(steps, [other], retry)
+            outputs = await new.take(step, self.flow.peers.pool)
+        except WorkerFailed as error:
+            retry.failed(error)
+            return False
+        if any_nan(outputs):
+            await new.aclose()
+            return False
+        said = WorkerFailed(f"NaN where worker {other.peer[-8:]} has none", peer=old.hop.peer, span=old.hop.span)
+        retry.failed(said)
+        await old.aclose()
+        self._stages[number], self._nan = new, False
+        self._note(old, str(said), [other], len(steps), time.monotonic() - began)
+        return True
+
+    def _history(self, stage: Stage) -> list[Step]:
+        """The steps that would bring another worker to where this one is."""
+        if self.mode == "merged":
+            return merged(stage.steps, self.position)
+        return stage.steps
+
+    def _misfit(self, old: Stage, step: Step) -> Callable[[Hop], str | None]:
+        def misfit(hop: Hop) -> str | None:
+            steps = [*old.steps, step]
+            return next((said for one in steps if (said := lacks(hop, old.hop, one.bound, 0))), None)
+
+        return misfit
+
+    def _note(self, old: Stage, reason: str, hops: Sequence[Hop], steps: int, seconds: float) -> None:
+        bitwise = (self.mode == "stepwise" or not steps) and not any(differs(hop, old.hop) for hop in hops)
+        by = tuple((hop.peer, hop.start, hop.stop) for hop in hops)
+        told = Replay(old.hop.span, self.position, old.hop.peer, reason, by, steps, self.mode, bitwise, seconds)
+        self.replays.append(told)
+        log.info("session: %s", told)
 
 
 def _on_cpu(value: Any) -> Any:
@@ -380,7 +472,7 @@ def _are_columns(positions: Tensor, start: int) -> bool:
     return bool((positions == torch.arange(start, start + positions.shape[1])).all())
 
 
-def _free(channels: list[link.Channel]) -> None:
+def _free(stages: list[Stage]) -> None:
     """Close a session's channels, which frees its keys and values there."""
-    while channels:
-        link.submit(channels.pop().aclose())
+    while stages:
+        link.submit(stages.pop().aclose())

@@ -282,7 +282,7 @@ def test_an_error_leaves_the_next_call_at_baseline() -> None:
         assert_bits(remote(hidden), expected)
     remote(hidden, steer={1: random(HIDDEN)})
     assert_bits(remote(hidden), expected)
-    assert remote.peers._banned == {}  # type: ignore[attr-defined]
+    assert remote.peers._bans == {}  # type: ignore[attr-defined]
 
 
 def test_nan_is_an_answer() -> None:
@@ -290,7 +290,7 @@ def test_nan_is_an_answer() -> None:
     hidden[0, 1] = float("nan")
     out = remote(hidden)
     assert out[0, 1:].isnan().all() and not out[1].isnan().any()
-    assert remote.peers._banned == {}  # type: ignore[attr-defined]
+    assert remote.peers._bans == {}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
@@ -309,7 +309,7 @@ def test_a_request_that_is_too_large_is_the_caller_s() -> None:
     remote = make_flow("gpt2", TWO, batch_tokens=16)
     with pytest.raises(BudgetError, match="17 tokens in one request; this worker takes 16"):
         remote(random(1, 17, HIDDEN))
-    assert remote.peers._banned == {}  # type: ignore[attr-defined]
+    assert remote.peers._bans == {}  # type: ignore[attr-defined]
     with Requests(remote) as requests:
         remote(random(4, 8, HIDDEN))  # sub-batches fit what the workers say that they take
         assert len(requests) == 4

@@ -187,7 +187,7 @@ def test_failures_at_once_count_once_and_the_last_worker_is_tried_again() -> Non
     peer = peers._view()[0].peer
     for _ in range(3):
         peers.failed(WorkerFailed("silent", peer=peer))
-    assert peers._banned[peer][1] == 1
+    assert peers._bans[peer].failures == 1
     assert_bits(remote(HIDDEN_2), expected)  # it is the only one, and it answers
     with pytest.raises(NoRoute, match="layer 0"):
         remote.options(peers_blocked=peer)(HIDDEN_2)

@@ -1,0 +1,227 @@
+"""One worker's part of a session, and what another needs to take its place: the steps that it took.
+
+    Stage.take(step) -> outputs, Stage.keep(step);  replay(steps, stages): the same steps again, elsewhere
+
+Steps are repeated one by one (bitwise the same where the workers' numerics are), or ``merged`` into as few as axes
+allow (faster, equal within the usual tolerances).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow import link
+from kwflow.axes import Axed, index_rows, join_steps, part
+from kwflow.bound import Bound
+from kwflow.errors import WorkerFailed
+from kwflow.plan import check_outputs, request_tree
+from kwflow.prefix import NAME as PREFIX
+from kwflow.prefix import length as prefix_length
+from kwflow.retry import Hop
+from kwflow.wire import Message
+
+CONTROL = ("attention_mask", "position_ids")  # joined by columns
+
+Reorder = tuple[int, list[int]]  # its number, and which row each row was
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What one worker is given at a step: ``hidden`` (batch, seq, hidden) from column ``start`` on, and its kwargs.
+
+    ``reorders``: of rows, before it.
+    """
+
+    start: int
+    hidden: Tensor
+    bound: Bound
+    reorders: tuple[Reorder, ...] = ()
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.hidden.shape[1]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A worker that was replaced in the middle of a session: what ``session.replays`` holds."""
+
+    layers: tuple[int, int]
+    position: int  # columns of the session when it happened
+    peer: str  # the worker that was replaced
+    reason: str
+    by: tuple[tuple[str, int, int], ...]  # the workers in its place, each with its layers
+    steps: int  # that were repeated, after those that could were merged
+    mode: str  # stepwise or merged
+    bitwise: bool  # the values are those that there would have been, to the last bit
+    seconds: float
+
+    def __str__(self) -> str:
+        start, stop = self.layers
+        by = ", ".join(f"{peer[-8:]} ({a}:{b})" for peer, a, b in self.by)
+        how = f"{self.steps} steps repeated {self.mode}" + (", bitwise" if self.bitwise else "")
+        return (
+            f"column {self.position}: layers {start}:{stop} of {self.peer[-8:]} ({self.reason}) went to {by}; "
+            f"{how}, {self.seconds:.2f} s"
+        )
+
+
+@dataclass(eq=False)
+class Stage:
+    """One worker of a session: its channel, the kwargs that it holds, and the steps that it took."""
+
+    hop: Hop
+    max_length: int
+    channel: link.Channel | None = None
+    held: Bound | None = None  # the kwargs of its last step, unless nobody knows
+    steps: list[Step] = field(default_factory=list)
+    given_up: bool = False  # its channel was closed by this side, in the middle of a step
+
+    async def take(self, step: Step, pool: link.Pool) -> list[Tensor]:
+        """Send one step; its output, then what it captures. Raises WorkerFailed, and what the worker says."""
+        hop, held = self.hop, self.held
+        if self.channel is None:
+            self.channel = await pool.transport.open(hop.peer)
+        self.held = None  # unless the step succeeds
+        once = held is not None and "sent once" in hop.hello.get("features", ())
+        same = step.bound.same_as(held) if once and held is not None else {}
+        meta: dict[str, Any] = {"op": "step", "span": [hop.start, hop.stop], "start": step.start}
+        if step.start == 0:
+            meta["max_length"] = self.max_length
+        if step.reorders:
+            meta["reorder"] = [[number, rows] for number, rows in step.reorders]
+        before = self.channel.bytes_sent, self.channel.bytes_received
+        try:
+            tree = request_tree(step.hidden, step.bound, same=same)
+            reply = await link.call(self.channel, Message(meta, tree))
+        except WorkerFailed as error:
+            error.span = error.span or hop.span
+            raise
+        finally:
+            pool.bytes_sent += self.channel.bytes_sent - before[0]
+            pool.bytes_received += self.channel.bytes_received - before[1]
+        outputs = check_outputs(reply.tree, step.hidden, hop, step.bound)
+        self.held = step.bound.copied(same, held or Bound(*hop.span))
+        return outputs
+
+    def keep(self, step: Step) -> None:
+        """Remember a step that was taken."""
+        self.steps.append(replace(step, bound=self.held or step.bound))
+
+    def forget(self, start: int) -> list[Reorder]:
+        """Forget the steps from a column on; returns their reorders, which were of all columns and stay."""
+        gone = [step for step in self.steps if step.start >= start]
+        self.steps = [step for step in self.steps if step.start < start]
+        return [one for step in gone for one in step.reorders]
+
+    @property
+    def closed(self) -> bool:
+        return self.channel is not None and self.channel.closed
+
+    async def aclose(self) -> None:
+        if self.channel is not None:
+            await self.channel.aclose()
+
+
+async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool) -> None:
+    """Take the steps of a span again on the workers that serve it now, one after the other."""
+    for step in steps:
+        hidden = step.hidden
+        for stage in stages:
+            bound, _ = step.bound.part(None, stage.hop.span)
+            own = replace(step, hidden=hidden, bound=bound)
+            hidden, *_ = await stage.take(own, pool)
+            stage.keep(own)
+
+
+# ---- steps joined into fewer -------------------------------------------------------------------------------------
+
+
+def merged(steps: Sequence[Step], position: int) -> list[Step]:
+    """The first ``position`` columns of a history in as few steps as axes allow, without captures and reorders."""
+    found: list[Step] = []
+    ahead = prefix_length(steps[0].bound) if steps else 0
+    for step in _settled(steps, position):
+        joined = _join(found[-1], step, ahead) if found else None
+        if joined is None:
+            found.append(step)
+        else:
+            found[-1] = joined
+    return found
+
+
+def _settled(steps: Sequence[Step], position: int) -> list[Step]:
+    """Each step with the columns that were not rolled back, in the order that the rows have now."""
+    found: list[Step] = []
+    stop, rows = position, None  # which row of the step each row is now
+    for step in reversed(steps):
+        kept = min(stop, step.stop) - step.start
+        if kept > 0:
+            found.append(_cut(step, kept, rows))
+        for _, order in reversed(step.reorders):
+            index = torch.tensor(order)
+            rows = index if rows is None else index[rows]
+        stop = min(stop, step.start)
+    return found[::-1]
+
+
+def _cut(step: Step, columns: int, rows: Tensor | None) -> Step:
+    """A step's first columns, and its rows in another order."""
+    bound, hidden = step.bound.leaving_out("capture"), step.hidden[:, :columns]
+    leaves = [bound.axed(i) for i in range(len(bound.tensors))]
+    if columns < step.hidden.shape[1]:
+        leaves = [part(part(leaf, "seq", 0, columns), "key", 0, _keys(leaf, step, columns)) for leaf in leaves]
+    if rows is not None:
+        leaves, hidden = [index_rows(leaf, rows) for leaf in leaves], hidden[rows]
+    return Step(step.start, hidden, bound.with_tensors([leaf.tensor for leaf in leaves]))
+
+
+def _keys(leaf: Axed, step: Step, columns: int) -> int:
+    """A step's 2-D mask covers its own columns; what else has keys covers all that stand before them too."""
+    return columns if leaf.size("key") == step.hidden.shape[1] else step.start + columns
+
+
+def _join(first: Step, second: Step, ahead: int) -> Step | None:
+    """Two steps as one; None when what they were given cannot be joined."""
+    lengths = first.hidden.shape[1], second.hidden.shape[1]
+    one, other = first.bound.leaving_out(*CONTROL, PREFIX), second.bound.leaving_out(*CONTROL, PREFIX)
+    if [section.key for section in one.sections] != [section.key for section in other.sections]:
+        return None
+    leaves = list[Tensor]()
+    for i in range(len(one.tensors)):
+        joined = join_steps([one.axed(i), other.axed(i)], lengths)
+        if joined is None:
+            return None
+        leaves.append(joined.tensor)
+    call: dict[str, Any] = {}
+    for name in CONTROL:
+        mine, theirs = first.bound.call().get(name), second.bound.call().get(name)
+        if mine is None and theirs is None:
+            continue
+        if any(given is not None and len(given.axes) == 4 for given in (mine, theirs)):
+            return None
+        columns = [_columns(name, given, step, ahead) for given, step in ((mine, first), (theirs, second))]
+        axes = ("batch", "key" if name == "attention_mask" else "seq")
+        call[name] = Axed(torch.cat(columns, 1), axes)
+    bound = one.with_tensors(leaves)
+    before_them = first.bound.only(PREFIX)
+    if before_them.sections:
+        bound = bound.joined(before_them)
+    if call:
+        bound = bound.joined(Bound.of((bound.start, bound.stop), [("call", call)]))
+    return Step(first.start, torch.cat([first.hidden, second.hidden], 1), bound)
+
+
+def _columns(name: str, given: Axed | None, step: Step, ahead: int) -> Tensor:
+    """A step's mask or positions (batch, seq), also where a worker knows them by itself."""
+    batch, seq, _ = step.hidden.shape
+    if given is not None:
+        return given.tensor.expand(batch, seq)
+    if name == "attention_mask":
+        return torch.ones(batch, seq, dtype=torch.bool)
+    return torch.arange(ahead + step.start, ahead + step.stop).expand(batch, seq)

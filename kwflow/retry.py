@@ -1,0 +1,211 @@
+"""What a call does about workers that fail: others in their place, until its deadline. The one place that retries.
+
+A worker that failed is told of to ``Peers``, which keeps it out of everybody's routes for a while; a ``Retry`` belongs
+to one call or one step, remembers what was tried, and says so when no route is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kwflow import link
+from kwflow.bound import Bound
+from kwflow.errors import NoRoute, WorkerFailed, WorkerFull
+from kwflow.schema import Schema
+
+FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0  # seconds until a worker that failed in this call is asked again; doubled
+MOST_ANSWERS = 3  # failures of one worker that lives and answers, in one call
+LOOK_SECONDS = 0.1  # between two looks for a route
+QUIET_SECONDS = 1.0  # a wait longer than this is said
+MARGIN = 0.03  # of the time of a call, kept to say why it failed
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One worker on a route and the layers it runs for this flow."""
+
+    peer: str
+    start: int
+    stop: int
+    hello: Mapping[str, Any]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.start, self.stop
+
+    @property
+    def schema(self) -> Schema:
+        return self.hello["schema"]
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """What its values depend on, down to the last bit."""
+        return dict(self.hello.get("fingerprint", {}))
+
+
+class Peers(Protocol):
+    """Where a flow's workers come from; shared by its slices."""
+
+    pool: link.Pool
+
+    async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
+        """Hops that cover ``[start, stop)`` now. Raises NoRoute."""
+        ...
+
+    def hellos(self) -> Sequence[Mapping[str, Any]]:
+        """What the workers that were met say of themselves."""
+        ...
+
+    def failed(self, error: WorkerFailed) -> None:
+        """Take note that a worker failed, so that the next routes avoid it."""
+        ...
+
+    def avoided(self, peer: str) -> bool:
+        """Whether routes avoid a worker now, because it failed."""
+        ...
+
+    def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+        """Whether workers other than those served these layers to this client before: a gap that may close again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+Misfit = Callable[[Hop], str | None]  # why a worker cannot take another's place, if so
+
+
+class Retry:
+    """The routes of one call, within ``timeout`` seconds from now."""
+
+    def __init__(self, peers: Peers, timeout: float, blocked: Collection[str] = ()):
+        self.peers, self.failures = peers, list[WorkerFailed]()
+        self.doubted = False  # NaN was tried on another worker already
+        self._blocked = frozenset(blocked)
+        self._began = time.monotonic()
+        self._until = self._began + timeout * (1 - MARGIN)
+        self._out: dict[str, tuple[float, int]] = {}  # peer -> until when, failures in this call
+
+    @property
+    def left(self) -> float:
+        """Seconds until this call gives up."""
+        return max(0.0, self._until - time.monotonic())
+
+    def failed(self, error: WorkerFailed) -> None:
+        """Take note of a worker's failure; it is asked again later than others."""
+        self.failures.append(error)
+        self.peers.failed(error)
+        if error.peer:
+            _, failures = self._out.get(error.peer, (0.0, 0))
+            wait = min(FIRST_WAIT * 2**failures, LONGEST_WAIT)
+            self._out[error.peer] = (time.monotonic() + wait, failures + 1)
+
+    def avoids(self, peer: str) -> bool:
+        """Whether a worker failed lately, in this call or another."""
+        return peer in self._out or self.peers.avoided(peer)
+
+    async def route(self, start: int, stop: int, *, like: Hop | None = None, misfit: Misfit | None = None) -> list[Hop]:
+        """Hops that cover ``[start, stop)``; where a gap may close, waits for it until the deadline.
+
+        ``like``: whose place they take: those whose values are equal to the last bit come first, and none runs another
+        block_fn. ``misfit``: what else speaks against a worker. Raises NoRoute with all that was tried, from the last
+        WorkerFailed.
+        """
+        why: dict[str, str] = {}
+        said = False
+        while True:
+            try:
+                return await self._route_now(start, stop, like, misfit, why)
+            except NoRoute as error:
+                last = self.failures[-1] if self.failures else None
+                if isinstance(last, WorkerFull):
+                    raise last from error
+                if last is None and not self.peers.had(start, stop, self._blocked):
+                    raise
+                if not self.left or self._all_answered(why):
+                    raise self._report(start, stop, why, error) from last or error.__cause__
+                waited = time.monotonic() - self._began
+                if waited > QUIET_SECONDS and not said:
+                    said = True
+                    log.warning("waiting up to %.0f s for a worker: %s", self.left, error)
+            await asyncio.sleep(min(LOOK_SECONDS, self.left))
+
+    async def another(self, hop: Hop, misfit: Misfit) -> Hop | None:
+        """Another worker that could answer in a hop's place at once, alone; None where there is none."""
+        try:
+            route = await self._route_now(*hop.span, hop, misfit, {hop.peer: "asked already"})
+        except (NoRoute, WorkerFailed):
+            return None
+        return route[0] if len(route) == 1 else None
+
+    async def _route_now(
+        self, start: int, stop: int, like: Hop | None, misfit: Misfit | None, why: dict[str, str]
+    ) -> list[Hop]:
+        others: dict[str, str] = {}  # whose values may differ in the last bit, or more
+        exact = like is not None
+        while True:
+            now = time.monotonic()
+            out = {peer for peer, (until, _) in self._out.items() if until > now}
+            try:
+                hops = await self.peers.route(start, stop, {*self._blocked, *out, *why, *(others if exact else ())})
+            except NoRoute:
+                if not (exact and others):
+                    raise
+                exact = False
+                continue
+            unfit = {hop.peer: said for hop in hops if (said := _unfit(hop, like, misfit))}
+            other = {hop.peer: said for hop in hops if exact and like is not None and (said := differs(hop, like))}
+            if not unfit and not other:
+                if not exact and like is not None:
+                    said = [f"{hop.peer[-8:]} has {differs(hop, like) or 'the same'}" for hop in hops]
+                    log.warning("layers %d:%d go on with other numerics: %s", start, stop, "; ".join(said))
+                return hops
+            why.update(unfit)
+            others.update(other)
+
+    def _all_answered(self, why: dict[str, str]) -> bool:
+        """Whether whoever failed lives, and said so often enough: there is no gap that could close."""
+        answered = [error.answered for error in self.failures]
+        why.update({peer: "it failed again and again" for peer, (_, n) in self._out.items() if n >= MOST_ANSWERS})
+        return bool(answered) and all(answered) and set(self._out) <= set(why)
+
+    def _report(self, start: int, stop: int, why: Mapping[str, str], error: NoRoute) -> NoRoute:
+        tried = [f"{failure}" for failure in self.failures[-5:]]
+        tried += [f"{peer[-8:]} does not fit: {reason}" for peer, reason in why.items()]
+        tried += [str(error.__cause__)] if error.__cause__ is not None and not self.failures else []
+        seconds = time.monotonic() - self._began
+        return NoRoute(
+            f"layers {start}:{stop}: no route after {seconds:.1f} s, failures: {len(self.failures)}. {error}. "
+            f"Tried: {'; '.join(dict.fromkeys(tried)) or 'nobody'}"
+        )
+
+
+def _unfit(hop: Hop, like: Hop | None, misfit: Misfit | None) -> str | None:
+    theirs = hop.numerics.get("block_fn")
+    if like is not None and theirs != like.numerics.get("block_fn"):
+        return f"it runs another block_fn ({theirs or 'none of its own'})"
+    return misfit(hop) if misfit is not None else None
+
+
+def differs(hop: Hop, like: Hop) -> str | None:
+    """What makes a worker's values differ from another's, if anything does."""
+    theirs, ours = hop.numerics, like.numerics
+    found = [f"{name} {theirs.get(name)!r} for {ours[name]!r}" for name in ours if theirs.get(name) != ours[name]]
+    return ", ".join(found) or None
+
+
+def lacks(hop: Hop, like: Hop, bound: Bound, tokens: int) -> str | None:
+    """Why a worker cannot take what another was sent, if it cannot: kwargs that differ, or too much at once."""
+    for name in bound.names():
+        if hop.schema.kwargs.get(name) != like.schema.kwargs.get(name):
+            return f"it takes no {name!r}, or another one"
+    limit = hop.hello.get("limits", {}).get("batch_tokens")
+    if limit and tokens > limit:
+        return f"it takes {limit} tokens at once, not {tokens}"
+    return None

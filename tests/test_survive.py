@@ -1,0 +1,407 @@
+"""Laws 4, 6 and 7: where workers fail, calls and sessions go on with the same values, or end with a clear error."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kwflow as kf
+from kwflow.errors import KwargError, NoRoute, ShapeError, WorkerFailed, WorkerFull
+from kwflow.wire import Message
+from tests import tiny
+from tests.mortal import Swarm, nonsense
+from tests.tiny import random
+
+B, S, D, LAYERS = 4, 4, tiny.HIDDEN, tiny.LAYERS
+SPLITS = {
+    "another like it": [(0, 1), (1, 3), (3, 4), (1, 3)],
+    "two": [(0, 1), (1, 3), (3, 4), (1, 2), (2, 3)],
+    "a larger one": [(0, 1), (1, 3), (3, 4), (0, 4)],
+}
+splits = pytest.mark.parametrize("spans", SPLITS.values(), ids=SPLITS)
+
+
+def swarm_of(spans: list[tuple[int, int]], family: str = "llama", **more: Any) -> Swarm:
+    """The route goes over the first three: the others are not in the directory until they are needed."""
+    swarm = Swarm(family, *spans, **more)
+    swarm.hidden = set(range(3, len(spans)))
+    swarm.flow.kwargs()
+    return swarm
+
+
+def lose(swarm: Swarm, after: int = 0) -> None:
+    """Worker 1, of layers 1:3, dies in the middle of what comes; the others appear."""
+    swarm.kill(1, after)
+    swarm.hidden.clear()
+    swarm.hidden.add(1)
+
+
+# ---------------------------------------------------------------- calls
+
+
+@splits
+def test_a_call_goes_on_with_the_same_values_and_gradients(spans: list[tuple[int, int]]) -> None:
+    swarm = swarm_of(spans)
+    x, mask, v = random(B, S, D), tiny.left_padded([0, 1, 3, 2], S), random(D, seed=1)
+
+    def run(flow: kf.Flow) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_(), v.clone().requires_grad_()]
+        out = flow(leaves[0], attention_mask=mask, steer={0: leaves[1], 2: leaves[1]})
+        return [out.detach(), *torch.autograd.grad((out * random(B, S, D, seed=2)).sum(), leaves)]
+
+    expected = run(swarm.flow)
+    for sub_batches in (4 * S, S):
+        for after in (0, 1, 2, 4, 5):
+            swarm = swarm_of(spans)
+            lose(swarm, after)
+            for got, want in zip(run(swarm.flow.options(batch_tokens=sub_batches)), expected, strict=True):
+                torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
+                if sub_batches == 4 * S and len(spans) == 4:
+                    assert torch.equal(got, want), "one worker in another's place: to the last bit"
+
+
+@splits
+def test_every_derivative_goes_on(spans: list[tuple[int, int]]) -> None:
+    x, v = random(2, 3, D, dtype=torch.float64), random(D, seed=1, dtype=torch.float64)
+
+    def loss(flow: kf.Flow) -> Callable[[Tensor], Tensor]:
+        return lambda v: (flow(x, steer={0: v, 1: v, 2: v}) ** 2).mean()
+
+    def derived(f: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        hvp = torch.func.jvp(torch.func.grad(f), (v,), (v,))
+        mapped = torch.func.vmap(torch.func.grad(f))(torch.stack([v, 2 * v]))
+        return [*torch.func.jvp(f, (v,), (v,)), *hvp, mapped]
+
+    local = swarm_of(spans, "gpt2", dtype=torch.float64)
+    expected = derived(loss(local.flow))
+    for after in (0, 1, 3):
+        swarm = swarm_of(spans, "gpt2", dtype=torch.float64)
+        lose(swarm, after)
+        for got, want in zip(derived(loss(swarm.flow)), expected, strict=True):
+            torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-9)
+
+
+def test_captures_come_in_order_from_those_in_its_place() -> None:
+    swarm = swarm_of(SPLITS["two"])
+    points = {"resid": range(LAYERS), "attn": [1, 2]}
+    expected, acts = swarm.flow.capture(points, random(B, S, D))
+    lose(swarm)
+    got, mine = swarm.flow.capture(points, random(B, S, D))
+    assert torch.equal(got, expected)
+    assert all(torch.equal(mine[key], acts[key]) for key in acts)
+
+
+NONSENSE = {
+    "a shape": nonsense(lambda t: [t[0][:, :1]]),
+    "a dtype": nonsense(lambda t: [t[0].double()]),
+    "one more": nonsense(lambda t: [*t, t[0]]),
+    "nothing": nonsense(lambda t: []),
+    "no list": lambda reply: Message(reply.meta, {"hidden": None}),
+}
+
+
+@pytest.mark.parametrize("answer", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_is_a_failure(answer: Any) -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    x = random(B, S, D).requires_grad_()
+    expected = swarm.flow(x)
+    want = torch.autograd.grad(expected.sum(), x)[0]
+    swarm.hidden.clear()
+    out = swarm.flow(x)
+    swarm.answers(1, answer)
+    assert torch.equal(swarm.flow(x), expected)
+    swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want), "gradients too"
+    with swarm.flow.session(8) as session:
+        swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+        assert torch.equal(session.step(x.detach()), swarm.flow(x.detach()))
+
+
+def test_a_gap_closes_before_the_deadline() -> None:
+    swarm = swarm_of(SPLITS["two"][:3])
+    x = random(B, S, D)
+    expected = swarm.flow(x)
+    swarm.kill(1)
+    threading.Timer(0.6, swarm.revive, [1]).start()
+    assert torch.equal(swarm.flow(x), expected)
+
+
+def test_no_route_says_what_was_tried_inside_the_deadline() -> None:
+    swarm = swarm_of(SPLITS["two"][:3])
+    flow = swarm.flow.options(timeout=0.8)
+    x = random(B, S, D).requires_grad_()
+    out = flow(x)
+    swarm.kill(1)
+    for call in (lambda: flow(x), lambda: out.sum().backward(), lambda: flow.session(8).step(x.detach())):
+        began = time.monotonic()
+        with pytest.raises(NoRoute, match=r"layers 1:3: no route after 0\.\d s.*EOF|refused") as caught:
+            call()
+        assert 0.5 < time.monotonic() - began < 1.2
+        assert isinstance(caught.value.__cause__, WorkerFailed)
+    began = time.monotonic()
+    with pytest.raises(NoRoute):
+        flow.options(peers_blocked=swarm.names[0])(x)
+    assert time.monotonic() - began < 0.5, "no wait for a worker that the caller blocks himself"
+
+
+def test_a_callers_error_is_not_tried_again() -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    swarm.hidden.clear()
+    x = random(B, S, D)
+    swarm.answers(1, lambda reply: Message({"error": {"kind": "caller", "type": "ShapeError", "message": "no"}}))
+    asked = len(swarm.seen)
+    for call in (lambda: swarm.flow(x), lambda: swarm.flow.session(8).step(x)):
+        with pytest.raises(ShapeError):
+            call()
+    assert [number for number, op in swarm.seen[asked:] if op != "hello"] == [0, 1, 0, 1]
+    assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+def test_a_full_worker_is_passed_over_and_said_where_there_is_no_other() -> None:
+    swarm = Swarm("llama", (0, 4), (0, 4), kv_bytes=20_000)
+    with swarm.flow.session(8) as first, swarm.flow.session(8) as second:
+        one, other = first.step(random(B, S, D)), second.step(random(B, S, D))
+        assert torch.equal(one, other) and {number for number, op in swarm.seen if op == "step"} == {0, 1}
+        with pytest.raises(WorkerFull, match="no room"), swarm.flow.session(8) as third:
+            third.step(random(B, S, D))
+    assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- NaN
+
+
+def some_nan(tensors: list[Any]) -> list[Any]:
+    return [torch.where(torch.arange(t.shape[-1]) == 1, torch.nan, t) if t is not None else None for t in tensors]
+
+
+def test_nan_is_tried_once_elsewhere() -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    swarm.hidden.clear()
+    x = random(B, S, D)
+    expected = swarm.flow(x)
+    swarm.answers(1, nonsense(some_nan))
+    assert torch.equal(swarm.flow(x), expected), "the other one has none"
+    assert list(swarm.flow.peers._bans) == [swarm.names[1]]  # type: ignore[attr-defined]
+    swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+    with swarm.flow.session(8) as session:
+        assert torch.equal(session.step(x), expected)
+        assert [told.peer for told in session.replays] == [swarm.names[1]]
+
+
+def test_nan_from_both_is_the_answer_and_nobody_is_to_blame() -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    swarm.hidden.clear()
+    swarm.answers(1, nonsense(some_nan))
+    swarm.answers(3, nonsense(some_nan))
+    x = random(B, S, D)
+    assert swarm.flow(x).isnan().any()
+    assert (swarm.asked(1), swarm.asked(3)) == (1, 1)
+    with swarm.flow.session(8) as session:
+        assert session.step(x).isnan().any() and session.step(x).isnan().any()
+        assert not session.replays
+    assert (swarm.asked(1), swarm.asked(3)) == (3, 2), "once in a session"
+    assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- sessions
+
+V, P, MASK = random(D, seed=1), random(LAYERS, 1, 2, D, seed=2), tiny.left_padded([0, 1, 3, 2], S)
+LORA = {"q_proj": {"A": random(LAYERS, 2, D, seed=3), "B": random(LAYERS, D, 2, seed=4), "scale": 0.5}}
+
+
+def changing(session: Any, lose_at: int, lost: Callable[[], None]) -> list[Tensor]:
+    """Steps whose kwargs appear, change and vanish, with reorders and rollbacks between; a worker dies before one."""
+    acts = kf.Capture(resid=[1, 2])
+    outs: list[Tensor] = []
+
+    def step(seq: int, **kwargs: Any) -> None:
+        if len(outs) == lose_at:
+            lost()
+        outs.append(session.step(random(B, seq, D, seed=10 + len(outs)), **kwargs))
+
+    step(S, attention_mask=MASK, prompts=P, steer={1: V}, phase="prompt")  # 0
+    step(1, steer={1: V}, lora=LORA, phase="generated")
+    step(1, lora=LORA, capture=acts, phase="generated", edit=[kf.scale(0.5, layers=2, at="generated")])
+    session.reorder([1, 1, 0, 3])
+    step(1, steer={2: kf.axes(random(B, 1, D, seed=5), "batch seq hidden")})  # 3
+    step(2, capture=acts, edit=kf.add(V, layers=[1, 2], at="all"))
+    session.reorder([3, 2, 1, 0])
+    session.rollback(7)
+    step(1)  # 5
+    session.rollback(6)
+    step(2, steer={1: V * 2})
+    step(1, attention_mask=torch.cat([session._mask.long(), torch.tensor([[0], [1], [1], [0]])], 1))  # 7
+    step(1)
+    return [*outs, acts["resid", 1], acts["resid", 2], acts.mask]
+
+
+@splits
+@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+def test_a_session_goes_on_with_the_same_values(spans: list[tuple[int, int]], mode: str) -> None:
+    with swarm_of(spans).flow.session(16) as session:
+        expected = changing(session, -1, lambda: None)
+    for lose_at in range(1, 9):
+        swarm = swarm_of(spans)
+        with swarm.flow.session(16, replay=mode) as session:
+            got = changing(session, lose_at, lambda swarm=swarm: lose(swarm))
+            (told,) = session.replays
+            assert told.layers == (1, 3) and told.mode == mode and told.peer == swarm.names[1], told
+            assert told.bitwise == (mode == "stepwise")
+            assert {peer for peer, _, _ in told.by} == set(swarm.names[3:])
+        for number, (mine, want) in enumerate(zip(got, expected, strict=True)):
+            if mode == "stepwise":
+                assert torch.equal(mine, want), f"lost at {lose_at}, output {number}"
+            else:
+                torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+
+
+@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+def test_a_prefix_comes_back(mode: str) -> None:
+    kv = {n: random(LAYERS, 1, tiny.KV_HEADS, 3, D // tiny.HEADS, seed=i) for i, n in enumerate(("k", "v"), 7)}
+
+    def run(swarm: Swarm, lose_at: int) -> list[Tensor]:
+        with swarm.flow.session(16, replay=mode) as session:
+            outs = []
+            for at in range(4):
+                if at == lose_at:
+                    lose(swarm)
+                first = {"prefix_kv": kv, "attention_mask": MASK} if at == 0 else {}
+                outs.append(session.step(random(B, S if at == 0 else 1, D, seed=at), **first))
+            assert len(session.replays) == (lose_at >= 0)
+            return outs
+
+    expected = run(swarm_of(SPLITS["two"]), -1)
+    for got, want in zip(run(swarm_of(SPLITS["two"]), 3), expected, strict=True):
+        torch.testing.assert_close(got, want, atol=5e-6, rtol=5e-5)
+        assert mode == "merged" or torch.equal(got, want)
+
+
+def test_merged_joins_what_can_be_joined() -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    with swarm.flow.session(32, replay="merged") as session:
+        session.step(random(B, S, D), attention_mask=MASK, steer={1: V})
+        for at in range(8):
+            session.reorder([at % 4, 1, 2, 0])
+            session.step(random(B, 1, D, seed=at), steer={1: V} if at < 4 else {})
+        lose(swarm)
+        session.step(random(B, 1, D))
+        assert session.replays[0].steps == 2
+        assert swarm.asked(3) == 3, "steered, plain, and the one at hand"
+
+
+def test_the_replacement_may_fail_too() -> None:
+    spans = [*SPLITS["two"], (1, 3)]
+    expected = changing(swarm_of(spans).flow.session(16), -1, lambda: None)
+    for after in (0, 1, 3, 5):
+        swarm = swarm_of(spans)
+
+        def lost(swarm: Swarm = swarm, after: int = after) -> None:
+            lose(swarm)
+            swarm.kill(5, after)
+
+        with swarm.flow.session(16) as session:
+            for mine, want in zip(changing(session, 5, lost), expected, strict=True):
+                assert torch.equal(mine, want)
+
+
+def test_workers_that_differ_come_last_and_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    x = random(B, S, D)
+    with swarm.flow.session(16) as session:
+        session.step(x)
+        lose(swarm)
+        served = swarm.flow.peers.pool.transport._accept[swarm.names[3]].__self__  # type: ignore[attr-defined]
+        served.compute.threads += 1
+        session.step(x)
+        assert not session.replays[0].bitwise
+    assert "other numerics" in caplog.text and "threads" in caplog.text
+
+
+def test_another_block_fn_does_not_take_its_place() -> None:
+    def louder(params: Any, hidden: Tensor, /, *, block: Any, **kw: Any) -> Tensor:
+        return block(params, hidden, **kw) * 2
+
+    swarm = swarm_of(SPLITS["another like it"])
+    flow = swarm.flow.options(timeout=0.7)
+    x = random(B, S, D).requires_grad_()
+    served = swarm.flow.peers.pool.transport._accept[swarm.names[3]].__self__  # type: ignore[attr-defined]
+    served.spec = kf.blocks.with_block_fn(served.spec, louder, "louder")
+    with flow.session(16) as session:
+        session.step(x.detach())
+        out = flow(x).sum()
+        lose(swarm)
+        for call in (lambda: session.step(x.detach()), out.backward):
+            with pytest.raises(NoRoute, match="another block_fn"):
+                call()
+
+
+def test_an_interrupt_blames_nobody_and_the_step_can_be_taken_again() -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    x = random(B, S, D)
+    with swarm.flow.session(16) as session:
+        expected = [session.step(x), session.step(x)]
+    swarm = swarm_of(SPLITS["another like it"])
+    with swarm.flow.session(16) as session:
+        got = [session.step(x)]
+        stage = session._stages[1]
+        assert stage.channel is not None
+        stage.channel.closed = stage.given_up = True  # as a cancelled request leaves a stream
+        got.append(session.step(x))
+        assert not session.replays and not swarm.flow.peers._bans  # type: ignore[attr-defined]
+    assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))
+
+
+def test_what_a_session_keeps_is_its_own() -> None:
+    """A caller may change his tensors in place between steps."""
+    outs = []
+    for lost in (False, True):
+        swarm = swarm_of([(0, 4), (0, 4)])
+        swarm.hidden = {1}
+        x, v = random(B, S, D), V.clone()
+        with swarm.flow.session(16) as session:
+            session.step(x, steer={1: v})
+            x.mul_(2), v.add_(1)
+            session.step(x, steer={1: v})
+            x.mul_(2), v.add_(1)
+            if lost:
+                swarm.kill(0)
+                swarm.hidden = {0}
+            outs.append(session.step(x, steer={1: v}))
+            assert len(session.replays) == lost
+    assert torch.equal(*outs)
+
+
+def test_generate_goes_on() -> None:
+    from kwflow.models.auto import AutoDistributedModelForCausalLM
+
+    def run(swarm: Swarm, **how: Any) -> Tensor:
+        model = AutoDistributedModelForCausalLM.from_pretrained(tiny.folder("llama"), flow=swarm.flow)
+        ids = tiny.ids(2, 4)
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, steer={1: V}, **how)
+
+    for how in ({"do_sample": False}, {"num_beams": 3, "num_return_sequences": 2}):
+        expected = run(swarm_of(SPLITS["two"]), **how)
+        for after in (0, 1, 5):
+            swarm = swarm_of(SPLITS["two"])
+            lose(swarm, after)
+            assert torch.equal(run(swarm, **how), expected)
+
+
+def test_replay_is_one_of_two() -> None:
+    with pytest.raises(KwargError, match="'stepwise' or 'merged'"):
+        tiny.flow("llama").session(8, replay="fast")
+
+
+def test_an_async_call_goes_on() -> None:
+    swarm = swarm_of(SPLITS["two"])
+    x = random(B, S, D)
+    expected = swarm.flow(x)
+    lose(swarm)
+    assert torch.equal(asyncio.run(swarm.flow.acall(x)), expected)
