@@ -301,7 +301,14 @@ def _healthy(script: F.Script) -> Iterator[list[_Span]]:
                     away.add(len(spans) - 1)
                 case "kill" | F.Die():
                     dead.add(event.worker)
-                case "pause" | F.Freeze() | F.Expire() | F.Corrupt(how="nan") | F.Refuse(count=None):
+                case (
+                    "pause"
+                    | F.Freeze()
+                    | F.Expire()
+                    | F.Corrupt(how="nan")
+                    | F.Refuse(count=None)
+                    | F.Refuse(full=True)
+                ):
                     away.add(event.worker)
                 case "resume" | "clear":
                     late.append(event)

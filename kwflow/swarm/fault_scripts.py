@@ -11,6 +11,7 @@ from kwflow.swarm.faults import Corrupt, Die, Drop, Event, Expire, Fault, Freeze
 from kwflow.swarm.routing import covers
 
 FOR_EVER = 1 << 30
+REFUSED = 3  # a worker that lives and refuses so many requests in a row is taken at its word
 
 
 def draw(seed: int, spans: Sequence[Span], *, faults: int, moments: int, spares: bool, deaths: int) -> list[Event]:
@@ -40,12 +41,13 @@ class _Draw:
         self.events: list[Event] = []
         self.away: list[list[tuple[int, int]]] = [[] for _ in spans]
         self.dead = self.added = 0  # how many have died; when the last one was added
-        self.alone = False  # whether something was drawn that a NaN cannot stand beside, or a NaN
+        self.refused = [0] * len(spans)
+        self.lone = False  # whether a NaN was drawn, or something that cannot be in a script with it
         self.blinking = -1
 
     def fault(self, moment: int, deaths: int) -> None:
         """Draw one fault at a moment: of requests, or one that takes a worker away for a while or for good."""
-        kinds = [self._requests, self._requests, self._not_a_number, self._blink, self._absence]
+        kinds = [self._requests, self._requests, self._not_alone, self._blink, self._absence]
         if self.dead < deaths:
             kinds.append(self._death)
         workers = [n for n in range(len(self.spans)) if n != self.blinking and not self._is_away(n, moment)]
@@ -59,33 +61,39 @@ class _Draw:
         """A fault of some requests, after which the worker serves on."""
         choice = self.random.choice
         where: dict[str, Any] = {"after": choice([0, 0, 1, 3]), "count": choice([1, 1, 2])}
-        fault = choice(
-            ([] if self.spares else [Hang(**where)])
-            + [
-                Slow(choice([0.05, 0.3]), **where),
-                Drop(choice([0.0, 0.5]), **where),
-                Corrupt(choice(["frame", "bytes", "missing", "shape", "dtype"]), **where),
-                Refuse(choice([False, True]), **where),
-                Raise(**where),
-            ]
-        )
+        faults: list[Fault] = [
+            Slow(choice([0.05, 0.3]), **where),
+            Drop(choice([0.0, 0.5]), **where),
+            Corrupt(choice(["frame", "bytes", "missing", "shape", "dtype"]), **where),
+        ]
+        if not self.spares:
+            faults.append(Hang(**where))
+        if self.refused[worker] + where["count"] < REFUSED:
+            faults += [Refuse(**where), Raise(**where)]
+        fault = choice(faults)
+        self.refused[worker] += where["count"] if isinstance(fault, Refuse | Raise) else 0
         self.events.append(Event(moment, worker, fault))
         return True
 
-    def _not_a_number(self, moment: int, worker: int) -> bool:
-        """A reply with NaN. It is believed if a second worker says it too, or if there is none: so one may, no more."""
-        if not self.spares or self.alone or not self._may_leave(worker, moment, FOR_EVER):
+    def _not_alone(self, moment: int, worker: int) -> bool:
+        """A reply that is believed if nobody else can be asked: no room, or NaN. A second worker with NaN is believed,
+        too, so one may, no more."""
+        if not self.spares or not self._may_leave(worker, moment, FOR_EVER):
             return False
-        self.alone = True
         self._leave(worker, moment, FOR_EVER)
-        self.events.append(Event(moment, worker, Corrupt("nan", after=self.random.choice([0, 2]))))
+        after = self.random.choice([0, 2])
+        if self.lone or self.random.choice([False, True]):
+            self.events.append(Event(moment, worker, Refuse(full=True, after=after)))
+        else:
+            self.lone = True
+            self.events.append(Event(moment, worker, Corrupt("nan", after=after)))
         return True
 
     def _blink(self, moment: int, worker: int) -> bool:
         """A worker that is stopped for some seconds, and perhaps the last one: whatever is run must wait for it."""
-        if self.alone:
+        if self.lone:
             return False
-        self.alone, self.blinking = True, worker  # which is told nothing more: one that is stopped does not hear
+        self.lone, self.blinking = True, worker  # which is told nothing more: one that is stopped does not hear
         back = self.random.choice([0.5, 7.0])  # before and after its silence is taken for death
         self.events += [Event(moment, worker, "pause"), Event(moment, worker, "resume", later=back)]
         return True
@@ -121,6 +129,7 @@ class _Draw:
             span = (self.random.randint(0, start), self.random.randint(stop, self.layers))
             self.events.append(Event(back, len(self.spans), "add", span))
             self.spans.append(span)
+            self.refused.append(0)
             self.away.append([(-1, back)])
             self.added = back
         return True
