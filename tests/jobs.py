@@ -152,7 +152,8 @@ def generation(flow: Flow, draw: Draw, before: Before, said: list[str]) -> Resul
             out = steps.step(**x, **given, phase="generated" if token else "prompt")
             logits = flow.head(out)[:, -1]
             results[f"bits logits {token}"] = logits
-            chosen = torch.multinomial(logits.softmax(-1), 1, generator=draw.made) if sampled else logits.argmax(-1)
+            chances = logits.nan_to_num().softmax(-1)  # NaN is found at the end, beside what it should have been
+            chosen = torch.multinomial(chances, 1, generator=draw.made) if sampled else logits.argmax(-1)
             back = draw.random.choice([1, 2]) if draw.chance(0.1) and token > 2 else 0
             if back:
                 steps.rollback(steps.position - back)
@@ -225,8 +226,10 @@ JOBS: dict[str, tuple[Work, int]] = {
 def differences(results: Results, expected: Results) -> list[str]:
     """What did not come out as in the undisturbed run."""
     wrong = [f"{name} is missing" for name in expected if name not in results]
-    for name in expected.keys() & results.keys():
-        ours, theirs = results[name], expected[name]
+    for name, theirs in expected.items():
+        if name not in results:
+            continue
+        ours = results[name]
         if ours.shape != theirs.shape:
             wrong.append(f"{name}: {tuple(ours.shape)} for {tuple(theirs.shape)}")
             continue

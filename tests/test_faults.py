@@ -301,14 +301,9 @@ def _healthy(script: F.Script) -> Iterator[list[_Span]]:
                     away.add(len(spans) - 1)
                 case "kill" | F.Die():
                     dead.add(event.worker)
-                case (
-                    "pause"
-                    | F.Freeze()
-                    | F.Expire()
-                    | F.Corrupt(how="nan")
-                    | F.Refuse(count=None)
-                    | F.Refuse(full=True)
-                ):
+                case "pause" | F.Freeze() | F.Expire() | F.Refuse(count=None):
+                    away.add(event.worker)
+                case F.Corrupt(how="nan") | F.Refuse(full=True):  # believed, if nobody else can be asked
                     away.add(event.worker)
                 case "resume" | "clear":
                     late.append(event)
