@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import kwflow as kf
 from kwflow import link
 from kwflow.errors import KwargError, KwflowError, ProtocolError, UnsupportedError, WorkerFailed, WorkerFull
 from kwflow.swarm import faults
+from kwflow.swarm import serve as serving
 from kwflow.swarm.faulty import Faulty
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.routing import covers
@@ -238,6 +240,50 @@ def test_no_request_can_ask_for_a_fault(client: Client, worker: Faulty) -> None:
         with pytest.raises(UnsupportedError, match="no operation"):
             client.send(Message(meta))
     assert not worker.dead and not worker.hits
+
+
+class _Node:
+    """In a node's place: keeps what it is to serve, and ends the worker."""
+
+    peer_id, addrs = "peer", ("/ip4/127.0.0.1",)
+    accept: Any = None
+
+    @classmethod
+    async def start(cls, **_: Any) -> Any:
+        return cls()
+
+    async def serve(self, accept: Any, **more: Any) -> None:
+        type(self).accept = accept
+        assert bool(more) == isinstance(accept.__self__, Faulty)
+
+    async def store(self, records: Any, ttl: float) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class _Parent:
+    told: Any = None
+
+    def ready(self, **_: Any) -> None: ...
+
+    def obey(self, command: Any) -> None:
+        type(self).told = command
+
+
+@pytest.mark.parametrize("parent", [None, _Parent()], ids=["on its own", "of a local swarm"])
+def test_only_a_local_swarms_worker_can_fail_on_purpose(monkeypatch: pytest.MonkeyPatch, parent: Any) -> None:
+    monkeypatch.setattr(serving, "Node", _Node)
+
+    async def work() -> None:
+        how: Any = {"join": [], "listen": "127.0.0.1", "port": 0, "public": False, "kv_bytes": 1, "parent": parent}
+        task = asyncio.create_task(serving.serve(tiny.span("llama", 0, 2), "llama", **how))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await task
+
+    asyncio.run(work())
+    assert isinstance(_Node.accept.__self__, Served if parent is None else Faulty)
+    assert parent is None or parent.told.__self__ is _Node.accept.__self__
 
 
 def test_faults_are_checked_and_travel_as_data() -> None:
