@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -121,7 +121,7 @@ class Retry:
         said = False
         while True:
             try:
-                return await self._route_now(start, stop, like, misfit, why)
+                return await self._in_time(self._route_now(start, stop, like, misfit, why))
             except NoRoute as error:
                 last = self.failures[-1] if self.failures else None
                 if isinstance(last, WorkerFull):
@@ -135,6 +135,14 @@ class Retry:
                     said = True
                     log.warning("waiting up to %.0f s for a worker: %s", self.left, error)
             await asyncio.sleep(min(LOOK_SECONDS, self.left))
+
+    async def _in_time(self, work: Coroutine[Any, Any, list[Hop]]) -> list[Hop]:
+        """A worker that is stopped takes seconds to be dialled."""
+        try:
+            async with asyncio.timeout(self.left):
+                return await work
+        except TimeoutError as error:
+            raise NoRoute("the last worker to be dialled has not answered") from error
 
     async def another(self, hop: Hop, misfit: Misfit) -> Hop | None:
         """Another worker that could answer in a hop's place at once, alone; None where there is none."""

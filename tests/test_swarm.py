@@ -203,16 +203,16 @@ def test_a_killed_worker_is_a_typed_error_at_once(pair: tuple[Any, Any]) -> None
     swarm, flow = pair
     x = {"hidden": tiny.random(1, 5, 32)}
     expected, brief = flow(**x), flow.options(timeout=3)
+    session = brief.session(max_length=16)
+    session.step(**x)
+    swarm.kill(1)
     for call in (lambda: session.step(**x), lambda: brief(**x)):
-        with brief.session(max_length=16) as session:
-            session.step(**x)
-            swarm.kill(1)
-            began = time.monotonic()
-            with pytest.raises(kf.errors.NoRoute, match="layers 2:4: no route after") as none:
-                call()
-            assert 2 < time.monotonic() - began < 3.5, "a gap may close, until the deadline"
-            failure = none.value.__cause__
-            assert isinstance(failure, kf.errors.WorkerFailed) and failure.peer == swarm.workers[1].peer
+        began = time.monotonic()
+        with pytest.raises(kf.errors.NoRoute, match="layer.*no route after") as none:
+            call()
+        assert 2 < time.monotonic() - began < 3.5, "a gap may close, until the deadline"
+        failure = none.value.__cause__
+        assert isinstance(failure, kf.errors.WorkerFailed) and failure.peer == swarm.workers[1].peer
     assert torch.isfinite(flow[0:2](**x)).all()  # the other one still serves
     swarm.add(2, 4)
     assert torch.equal(flow(**x), expected)
