@@ -229,9 +229,10 @@ def after(y: Tensor, x: Tensor, adapter: Adapter, rows: tuple[int, int]) -> Tens
         _of_rows(lora[key], whose, 0).tensor.to(x.device, x.dtype) for key in "AB"
     )  # or with a batch in front
     added_BSO = x_BSI @ A_RI.mT @ B_OR.mT
-    if isinstance(scale, Axed):
-        scale = spread(_of_rows(scale, whose, 0), ("batch", "seq", "features")).to(x.device, x.dtype)
-    added_BSO = added_BSO if isinstance(scale, float) and scale == 1.0 else added_BSO * scale
+    if isinstance(scale, Axed):  # in float32 where x has less, as a number of Python acts
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = spread(_of_rows(scale, whose, 0), ("batch", "seq", "features")).to(x.device, wide)
+    added_BSO = added_BSO if isinstance(scale, float) and scale == 1.0 else (added_BSO * scale).to(x.dtype)
     sum_BSO = y.reshape(*rows, y.shape[-1]) + added_BSO.to(y.dtype)
     if whose is not None:  # adding zeros is not quite nothing: it takes the sign of -0.0
         sum_BSO = torch.where(_has_one(whose, 3).to(y.device), sum_BSO, y.reshape(sum_BSO.shape))

@@ -239,9 +239,16 @@ class Bound:
         return found
 
 
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+
+
 def _equal(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """To the bit: -0.0 is another number than 0.0."""
     return all(
-        a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.device == b.device
+        and torch.equal(*(t.detach().view(_BITS[t.itemsize]) for t in (a, b)))
         for a, b in zip(mine, theirs, strict=True)
     )
 
@@ -290,3 +297,8 @@ def is_mapped(tensor: Tensor) -> bool:
             return True
         tensor = torch._C._functorch.get_unwrapped(tensor)  # pyright: ignore[reportAttributeAccessIssue]
     return False
+
+
+def in_transform() -> bool:
+    """Whether this runs inside a torch.func transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]

@@ -24,7 +24,7 @@ from kwflow.edits import POINTS as EDITED
 from kwflow.edits import numbers
 from kwflow.errors import KwargError, SessionError, SpanError, did_you_mean
 from kwflow.patterns import PATTERN
-from kwflow.positions import Columns, select
+from kwflow.positions import Columns, is_mask, select
 
 POINTS = (*EDITED, PATTERN)
 Key = tuple[str, int]
@@ -182,6 +182,8 @@ def pick(at: Any, columns: Columns) -> Picked:
     place = torch.where(there, there.long().cumsum(1) - 1, -1)
     count = int(place.max()) + 1 if place.numel() else 0
     column = torch.arange(columns.start, columns.start + index.shape[1]).expand_as(index)
+    if is_mask(at):  # which begins at 0 in every step
+        index = torch.where(there, column, -1)
     number, column = (_lay_out(t, place, count, fill=-1) for t in (index, column))
     return Picked(place, number, column, count)
 

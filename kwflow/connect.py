@@ -190,8 +190,16 @@ def in_process(served: Sequence[Served], *, checkpoint: str = "") -> KnownPeers:
     names = [f"in-process-{one.spec.start}:{one.spec.stop}-{i}" for i, one in enumerate(served)]
     view = [_Here(name, one) for name, one in zip(names, served, strict=True)]
     transport = link.InProcess({name: one.accept for name, one in zip(names, served, strict=True)})
+    pool = link.Pool(transport)
+
+    async def neighbours(peer: str, layer: int, message: Message) -> Message:
+        return await pool(peer, message)
+
+    for one in served:
+        one.neighbours = neighbours
 
     async def stop() -> None:
+        await pool.aclose()
         for one in served:
             one.close()
 

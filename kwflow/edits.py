@@ -225,15 +225,16 @@ def apply(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
     index = None if at is None else at.tensor.to(x.device)
     if by_head and isinstance(entry["value"], Axed) and entry["value"].size("head_dim") not in (None, x.shape[-1]):
         raise ShapeError(f"kf.{entry['kind']}: value is {entry['value']}; the heads of these layers have {x.shape[-1]}")
-    value = _over(entry["value"], ("batch", "seq", *inner), index, x, chosen)
-    strength = _over(entry["strength"], ("batch", "seq", *inner), index, x, None)
-    kind = entry["kind"]
+    kind, wide = entry["kind"], torch.promote_types(x.dtype, torch.float32)
+    factor = kind == "scale"  # numbers act in float32 where x has less, as Python's do: a row's own is the same
+    value = _over(entry["value"], ("batch", "seq", *inner), index, x, wide if factor else x.dtype, chosen)
+    strength = _over(entry["strength"], ("batch", "seq", *inner), index, x, wide, None)
     if kind == "add":
-        changed = x + (value if _is_one(strength) else strength * value)
+        changed = x + (value if _is_one(strength) else (strength * value).to(x.dtype))
     elif kind == "put":
         changed = value.expand(x.shape).clone()  # a model may go on in place
     elif kind == "scale":
-        changed = x * value
+        changed = (x * value).to(x.dtype)
     else:
         changed = x - _along(x, value, strength)
     keep = None if index is None else (index < 0).view(*index.shape, *[1] * (x.dim() - 2))
@@ -249,7 +250,8 @@ def _along(x: Tensor, direction: Tensor, strength: Any) -> Tensor:
     """``strength`` times the component of ``x`` along a direction; sums of half precision would overflow in float16."""
     own, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
     x, direction = x.to(wide), direction.to(wide)
-    along = (x * direction).sum(-1, keepdim=True) / (direction * direction).sum(-1, keepdim=True)
+    square = (direction * direction).sum(-1, keepdim=True)
+    along = (x * direction).sum(-1, keepdim=True) / torch.where(square > 0, square, 1)  # along zero there is nothing
     return (strength * along * direction).to(own)
 
 
@@ -257,11 +259,18 @@ def _is_one(strength: Any) -> bool:
     return isinstance(strength, float) and strength == 1.0
 
 
-def _over(value: Any, order: tuple[str, ...], index: Tensor | None, x: Tensor, heads: Sequence[int] | None) -> Any:
+def _over(
+    value: Any,
+    order: tuple[str, ...],
+    index: Tensor | None,
+    x: Tensor,
+    dtype: torch.dtype,
+    heads: Sequence[int] | None,
+) -> Any:
     """A value as a tensor that broadcasts over ``x``; ``pos`` is laid out over the columns that ``index`` selects."""
     if not isinstance(value, Axed):
         return value
-    leaf = Axed(value.tensor.to(x.device, x.dtype), value.axes)
+    leaf = Axed(value.tensor.to(x.device, dtype), value.axes)
     if heads is not None and "head" in leaf.axes:
         dim, count = leaf.axes.index("head"), x.shape[2]
         shape = [*leaf.tensor.shape[:dim], count, *leaf.tensor.shape[dim + 1 :]]

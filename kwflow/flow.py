@@ -80,7 +80,8 @@ class Flow:
         return Flow(self.ends, self.peers, (start, stop), self._options)
 
     def options(self, **changes: Any) -> Flow:
-        """A Flow that runs otherwise: ``timeout`` seconds, ``batch_tokens``, ``peers_blocked``, ``dtype="float64"``."""
+        """A Flow that runs otherwise: ``timeout`` seconds, ``batch_tokens``, ``peers_blocked``, ``dtype="float64"``,
+        ``push`` (in sessions, workers hand outputs on to each other)."""
         unknown = set(changes) - set(Options.__dataclass_fields__)
         if unknown:
             raise KwargError(f"no option {sorted(unknown)[0]!r}; options are {', '.join(Options.__dataclass_fields__)}")
@@ -95,6 +96,8 @@ class Flow:
         timeout, tokens = options.timeout, options.batch_tokens
         if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
             raise KwargError(f"option timeout is {timeout!r}; give a finite number of seconds")
+        if type(options.push) is not bool:
+            raise KwargError(f"option push is {options.push!r}; give True or False")
         if type(tokens) is not int or tokens < 1:
             raise KwargError(f"option batch_tokens is {tokens!r}; give a number of tokens")
         return Flow(self.ends, self.peers, self.span, options)
@@ -153,8 +156,10 @@ class Flow:
         if any(is_wrapped(t) for t in tensors) or _in_forward_mode(tensors):
             return plan.by_spans(tensors)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            tensors = tuple(t.clone() if t.is_inference() else t for t in tensors)  # those cannot be saved for backward
-            return PlanCall.apply(plan, *tensors)  # type: ignore[no-any-return]
+            # of inference tensors nobody can tell in backward whether they were changed since, nor save them for it
+            tensors = tuple(t.clone() if t.is_inference() else t for t in tensors)
+            own = replace(plan, bound=plan.bound.with_tensors(tensors[1:]))
+            return PlanCall.apply(own, *tensors)  # type: ignore[no-any-return]
         return plan.run(plan.forward(tensors))[0]
 
     async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:

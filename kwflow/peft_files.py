@@ -138,7 +138,8 @@ def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tens
 
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    (path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    # not sort_keys: of patterns that fit one module, the first one counts
+    (path / CONFIG).write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
     prefix = "" if PROMPTS in tensors else PREFIX
     own = {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(own, path / WEIGHTS, metadata={"format": "pt"})

@@ -41,6 +41,7 @@ class Options:
     batch_tokens: int = 1024  # tokens in one sub-batch: rows are cut, never columns
     peers_blocked: tuple[str, ...] = ()
     dtype: str | None = None  # "float64": each worker upcasts its span for the call
+    push: bool = True  # in a session each worker hands its output to the next one directly
 
 
 @dataclass(frozen=True)

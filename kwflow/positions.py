@@ -60,6 +60,12 @@ def from_the_end(at: Any) -> bool:
     return isinstance(at, str) and "-" in at
 
 
+def is_mask(at: Any) -> bool:
+    """Whether ``at`` is a bool mask of columns, which numbers them anew in each step."""
+    given = at.tensor if isinstance(at, Axed) else at
+    return str(getattr(given, "dtype", "")).endswith("bool")
+
+
 def token_position(attention_mask: Tensor | None, seq: int) -> Tensor:
     """(batch, seq) token positions of the last ``seq`` columns of a 2-D mask, -1 at pads."""
     if attention_mask is None:

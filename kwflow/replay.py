@@ -8,6 +8,7 @@ allow (faster, equal within the usual tolerances).
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,6 +72,16 @@ class Replay:
         )
 
 
+@dataclass(frozen=True)
+class Handed:
+    """How a step goes from worker to worker: its number, whether it begins here, to whom its output goes."""
+
+    number: int
+    first: bool
+    to: Stage | None
+    wait: float  # seconds for the hidden to come
+
+
 @dataclass(eq=False)
 class Stage:
     """One worker of a session: its channel, the kwargs that it holds, and the steps that it took."""
@@ -81,33 +92,60 @@ class Stage:
     held: Bound | None = None  # the kwargs of its last step, unless nobody knows
     steps: list[Step] = field(default_factory=list)
     given_up: bool = False  # its channel was closed by this side, in the middle of a step
+    name: str = field(default_factory=lambda: secrets.token_hex(8))  # of the session there, for other workers
+    next: Stage | None = None  # to whom the worker knows to hand its outputs on
 
-    async def take(self, step: Step, pool: link.Pool) -> list[Tensor]:
-        """Send one step; its output, then what it captures. Raises WorkerFailed, and what the worker says."""
+    async def take(self, step: Step, pool: link.Pool, handed: Handed | None = None) -> list[Tensor]:
+        """Send one step; its output, then what it captures. Raises WorkerFailed, and what the worker says.
+
+        ``handed``: hidden comes from another worker, or goes to one; then only the shape of the step's own counts.
+        """
         hop, held = self.hop, self.held
         if self.channel is None:
             self.channel = await pool.transport.open(hop.peer)
         self.held = None  # unless the step succeeds
         once = held is not None and "sent once" in hop.hello.get("features", ())
         same = step.bound.same_as(held) if once and held is not None else {}
+        bound = step.bound.copied(same, held or Bound(*hop.span))  # what is sent is what is remembered
         meta: dict[str, Any] = {"op": "step", "span": [hop.start, hop.stop], "start": step.start}
         if step.start == 0:
-            meta["max_length"] = self.max_length
+            meta |= {"max_length": self.max_length, "session": self.name}
         if step.reorders:
             meta["reorder"] = [[number, rows] for number, rows in step.reorders]
         before = self.channel.bytes_sent, self.channel.bytes_received
         try:
-            tree = request_tree(step.hidden, step.bound, same=same)
+            tree = request_tree(step.hidden, bound, same=same)
+            if handed is not None:
+                meta |= self._handing(handed)
+            if handed is not None and not handed.first:
+                del tree["hidden"]
             reply = await link.call(self.channel, Message(meta, tree))
         except WorkerFailed as error:
             error.span = error.span or hop.span
+            raise
+        except BaseException:
+            self.given_up = self.channel.closed  # by this side: the worker is not to blame
             raise
         finally:
             pool.bytes_sent += self.channel.bytes_sent - before[0]
             pool.bytes_received += self.channel.bytes_received - before[1]
         outputs = check_outputs(reply.tree, step.hidden, hop, step.bound)
-        self.held = step.bound.copied(same, held or Bound(*hop.span))
+        self.held = bound
+        self.next = self.next if handed is None else handed.to
         return outputs
+
+    def _handing(self, handed: Handed) -> dict[str, Any]:
+        meta: dict[str, Any] = {} if handed.first else {"from": handed.number, "wait": round(handed.wait, 1)}
+        if handed.to is not None:
+            meta["hand"] = handed.number
+            if handed.to is not self.next:
+                meta["next"] = [handed.to.hop.peer, handed.to.name]
+        return meta
+
+    async def bring(self, number: int, hidden: Tensor | None, pool: link.Pool) -> bool:
+        """Bring hidden as another worker would, or word that the step is given up; False if it was there already."""
+        reply = await pool(self.hop.peer, Message({"op": "push", "session": self.name, "step": number}, hidden))
+        return reply.meta.get("taken") is True
 
     def keep(self, step: Step) -> None:
         """Remember a step that was taken."""

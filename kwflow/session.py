@@ -7,6 +7,7 @@ What each worker was given is kept here, so that others can take its place (``kw
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import logging
 import threading
@@ -27,10 +28,11 @@ from kwflow.errors import CallerError, DeadlineError, KwargError, SessionError, 
 from kwflow.flow import Flow, check_hidden, token_ids
 from kwflow.plan import any_nan, bind, wait
 from kwflow.positions import Columns, from_the_end, token_position
-from kwflow.replay import Replay, Stage, Step, merged, replay
+from kwflow.replay import Handed, Replay, Stage, Step, merged, replay
 from kwflow.retry import Hop, Retry, differs, lacks
 
 MODES = ("stepwise", "merged")
+LATE_SECONDS = 1.0  # after a worker's reply, until its output must have reached the next one
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class Session:
         self._reorders: list[tuple[int, list[int]]] = []  # not yet on every worker
         self._reorder_count = 0
         self._stages: list[Stage] = []
+        self._pushes, self._push_lost = 0, False  # steps that workers handed on; it does not work here
         self._nan = False  # NaN was tried on another worker, which said the same
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()  # which follow its rows and columns
         self._running: concurrent.futures.Future[list[Tensor]] | None = None
@@ -344,6 +347,8 @@ class Session:
     async def _send(self, hidden: Tensor, bound: Bound) -> list[Tensor]:
         """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
         retry, pool = self.flow.retry(), self.flow.peers.pool
+        if self._may_push() and (found := await self._push(hidden, bound, retry)) is not None:
+            return found
         captured, taken = list[Tensor](), list[Step]()
         while len(taken) < len(self._stages):
             number = len(taken)
@@ -354,9 +359,6 @@ class Session:
             except WorkerFailed as error:
                 await self._replace(number, error, retry, step)
                 continue
-            except BaseException:
-                stage.given_up = stage.closed  # by this side: the worker is not to blame
-                raise
             if not self._nan and any_nan(outputs) and not any_nan([hidden, *step.bound.tensors]):
                 if await self._doubt(number, retry, step):
                     continue
@@ -366,6 +368,64 @@ class Session:
         for stage, step in zip(self._stages, taken, strict=True):
             stage.keep(step)
         return [hidden, *captured]
+
+    def _may_push(self) -> bool:
+        """Whether workers can hand this step on: all know the session, and none was lost."""
+        if not self.flow._options.push or self._push_lost or len(self._stages) < 2:
+            return False
+        return all(stage.steps and not stage.closed and "push" in stage.hop.hello["features"] for stage in self._stages)
+
+    async def _push(self, hidden: Tensor, bound: Bound, retry: Retry) -> list[Tensor] | None:
+        """Take a step that each worker hands on to the next. None if a worker failed: then it is taken again, as usual.
+
+        Every worker gets its kwargs at once; each output comes here too, for what would have to be repeated.
+        """
+        self._pushes += 1
+        pool, stages = self.flow.peers.pool, self._stages
+        steps = [Step(self.position, hidden, bound.part(None, s.hop.span)[0], tuple(self._reorders)) for s in stages]
+        tasks: list[asyncio.Task[list[Tensor]]] = []
+        for number, (stage, step) in enumerate(zip(stages, steps, strict=True)):
+            to = stages[number + 1] if number + 1 < len(stages) else None
+            handed = Handed(self._pushes, number == 0, to, retry.left)
+            tasks.append(asyncio.create_task(stage.take(step, pool, handed)))
+        outputs: list[list[Tensor]] = []
+        try:
+            for number, task in enumerate(tasks):
+                if number:
+                    await self._bring_if_late(stages[number], task, outputs[-1][0])
+                outputs.append(await task)
+        except BaseException as error:
+            await self._give_up(tasks)
+            if isinstance(error, WorkerFailed):
+                return None
+            raise
+        if not self._nan and any(any_nan(found) for found in outputs):
+            return None
+        entering = [hidden, *(found[0] for found in outputs)]
+        for stage, step, own in zip(stages, steps, entering, strict=False):
+            stage.keep(replace(step, hidden=own))
+        return [outputs[-1][0], *(capture for found in outputs for capture in found[1:])]
+
+    async def _bring_if_late(self, stage: Stage, task: asyncio.Task[list[Tensor]], hidden: Tensor) -> None:
+        """Bring a worker what should have been handed on to it; where it was lost, no more is handed on."""
+        done, _ = await asyncio.wait([task], timeout=LATE_SECONDS)
+        if done:
+            return
+        bringing = asyncio.create_task(stage.bring(self._pushes, hidden, self.flow.peers.pool))
+        await asyncio.wait([task, bringing], return_when=asyncio.FIRST_COMPLETED)
+        if bringing.done() and bringing.exception() is None and bringing.result():
+            self._push_lost = True
+            log.warning("workers cannot hand steps on to %s: they go through this client", stage.hop.peer[-8:])
+        bringing.cancel()
+
+    async def _give_up(self, tasks: Sequence[asyncio.Task[list[Tensor]]]) -> None:
+        """Tell workers that wait for a step that it will not come; leave nothing running."""
+        waiting = [stage for stage, task in zip(self._stages, tasks, strict=True) if not task.done()]
+        telling = [asyncio.create_task(stage.bring(self._pushes, None, self.flow.peers.pool)) for stage in waiting]
+        await asyncio.wait([*tasks, *telling], timeout=LATE_SECONDS)
+        for task in (*tasks, *telling):
+            task.cancel()
+        await asyncio.gather(*tasks, *telling, return_exceptions=True)
 
     async def _replace(self, number: int, error: WorkerFailed, retry: Retry, step: Step) -> None:
         """Rebuild one worker's keys and values on others, or on itself if this side closed its channel."""

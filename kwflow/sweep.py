@@ -26,7 +26,7 @@ from kwflow.edits import Edit
 from kwflow.errors import CallerError, KwargError, ShapeError
 from kwflow.flow import Flow
 from kwflow.folding import FOLDS, act_after, fold, signature
-from kwflow.plan import IN_FLIGHT, Hop
+from kwflow.plan import IN_FLIGHT, Plan
 
 Reduce = Callable[[Tensor], Any]
 
@@ -148,7 +148,7 @@ class _Run:
             plan = flow.plan(call.pop("hidden"), call)
         own = frozenset(kwargs)
         first = _first_layer(plan.bound, own)
-        if first < flow.stop and _acts_after(plan.bound, first, own, x) and not _custom(plan.route, first):
+        if first < flow.stop and _acts_after(plan.bound, first, own, x) and _as_here(plan, first, x["hidden"]):
             return cls(label, plan.bound, own, first + 1, first)
         return cls(label, plan.bound, own, first, None)
 
@@ -167,9 +167,14 @@ def _acts_after(bound: Bound, layer: int, own: frozenset[str], x: Mapping[str, A
     return all(entry["point"] == "resid" for entry in mine.get("edit", ()))
 
 
-def _custom(route: Sequence[Hop], layer: int) -> bool:
-    """Whether a worker's own block_fn runs this layer: what it does after the block is not known."""
-    return any(hop.start <= layer < hop.stop and hop.hello["fingerprint"].get("block_fn") for hop in route)
+def _as_here(plan: Plan, layer: int, hidden: Tensor) -> bool:
+    """Whether a worker does at this layer's output what ``act_after`` does here: no block_fn of its own, which may do
+    more after the block, and no other precision."""
+    hellos = [hop.hello for hop in plan.route if hop.start <= layer < hop.stop]
+    dtype = str(hidden.dtype).removeprefix("torch.")
+    return all(
+        not hello["fingerprint"].get("block_fn") and (plan.options.dtype or hello["dtype"]) == dtype for hello in hellos
+    )
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------

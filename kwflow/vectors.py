@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers as kinds
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -106,18 +107,20 @@ class Vectors:
 
     # ---- arithmetic
 
+    __array_ufunc__ = None  # numpy's numbers ask __rmul__, and do not take the layers' numbers for an array
+
     def _each(self, change: Callable[[Tensor], Tensor]) -> Vectors:
         return replace(self, by_layer={layer: change(vector) for layer, vector in self.items()})
 
     def __mul__(self, factor: Any) -> Vectors:
-        return self._each(lambda vector: vector * factor) if _is_scalar(factor) else NotImplemented
+        return self._each(lambda vector: vector * _plain(factor)) if _is_scalar(factor) else NotImplemented
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Vectors:
         if not isinstance(divisor, Tensor) and divisor == 0:
             raise KwargError(f"{self!r} / {divisor}: division by zero")
-        return self._each(lambda vector: vector / divisor) if _is_scalar(divisor) else NotImplemented
+        return self._each(lambda vector: vector / _plain(divisor)) if _is_scalar(divisor) else NotImplemented
 
     def __neg__(self) -> Vectors:
         return self._each(torch.neg)
@@ -226,7 +229,12 @@ class Vectors:
 
 def _is_scalar(factor: Any) -> bool:
     tensor = isinstance(factor, Tensor) and factor.dim() == 0
-    return tensor or (isinstance(factor, int | float) and not isinstance(factor, bool))
+    return tensor or (isinstance(factor, kinds.Real) and not isinstance(factor, bool))
+
+
+def _plain(number: Any) -> Any:
+    """A number of numpy's as Python's."""
+    return number if isinstance(number, Tensor) else float(number)
 
 
 def _length(vector: Tensor) -> Tensor:

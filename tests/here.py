@@ -64,14 +64,19 @@ class HereSwarm:
     def __init__(self, folder: Path, spans: Sequence[tuple[int, int]]):
         self.folder, self.workers = folder, list[Worker]()
         self._numbers = itertools.count()
+        self._pool = link.Pool(_Transport(self))  # between workers
         self.start(spans)
 
     def start(self, spans: Sequence[tuple[int, int]]) -> list[Worker]:
         new = [Worker(self.folder, span, f"here-{next(self._numbers)}") for span in spans]
         for worker in new:
+            worker.faulty.neighbours = self._bring
             link.run(worker.serve())
         self.workers += new
         return new
+
+    async def _bring(self, peer: str, layer: int, message: Message) -> Message:
+        return await self._pool(peer, message)
 
     def add(self, start: int, stop: int) -> Worker:
         return self.start([(start, stop)])[0]
@@ -94,6 +99,7 @@ class HereSwarm:
         return Flow(ends, peers, (0, ends.layers))
 
     def close(self) -> None:
+        link.run(self._pool.aclose())
         for worker in self.workers:
             worker.faulty.close()
 

@@ -46,7 +46,7 @@ class Swarm:
         self._answer[worker] = answer
 
     def asked(self, worker: int) -> int:
-        return sum(number == worker and op != "hello" for number, op in self.seen)
+        return sum(number == worker and op in ("run", "step") for number, op in self.seen)
 
     async def _opened(self, peer: str, **more: Any) -> Any:
         number = self.names.index(peer)

@@ -175,6 +175,20 @@ def test_steps_join(family: str, at: Any) -> None:
         assert_close(acts["resid", 2][row, : len(columns)], expected[row, columns])
 
 
+def test_columns_of_a_mask_stay_in_order_from_step_to_step() -> None:
+    """A bool mask is of each step's own columns: what is counted in it begins again."""
+    remote, hidden = flow("llama", TWO), random(2, 6, D)
+    at = torch.tensor([[True, False, True], [False, True, False]])
+    acts = kf.Capture({"resid": [1]}, at=at)
+    with torch.no_grad(), remote.session(max_length=6) as s:
+        for n in (0, 3):
+            s.step(hidden[:, n : n + 3], capture=acts)
+    expected = seen("llama", hidden, torch.ones(2, 6).long())["resid", 1]
+    assert acts.mask.sum(1).tolist() == [4, 2]
+    assert_close(acts["resid", 1][0], expected[0, [0, 2, 3, 5]])
+    assert_close(acts["resid", 1][1, :2], expected[1, [1, 4]])
+
+
 def test_a_capture_follows_its_session() -> None:
     remote, hidden = flow("llama", TWO), random(3, 6, D)
     acts = kf.Capture({"resid": [3]})

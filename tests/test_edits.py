@@ -485,10 +485,30 @@ def test_a_projection_does_not_overflow_in_float16() -> None:
     assert (apply(x.half(), entry, HEADS).double() - expected).abs().max() < 0.2  # one ulp of 200 is 0.125
 
 
+def test_along_zero_nothing_is_removed() -> None:
+    """Also for a row of zeros beside others, and in gradients."""
+    remote, hidden = flow("llama", TWO), random(2, 3, D).requires_grad_()
+    d = torch.stack([torch.zeros(D), V]).requires_grad_()
+    out = remote(hidden, edit=kf.project_out(kf.axes(d, "batch hidden"), 1))
+    assert_bits(out[0], remote(hidden)[0])
+    assert_bits(out[1], remote(hidden, edit=kf.project_out(V, 1))[1])
+    for gradient in torch.autograd.grad(out.sum(), (hidden, d)):
+        assert gradient.isfinite().all()
+
+
 def test_a_float32_call_of_the_float64_option() -> None:
     remote, hidden = flow("llama", TWO), random(2, 3, D)
     out = remote.options(dtype="float64")(hidden, edit=kf.add(V, 1))
     assert_close(out, remote(hidden, edit=kf.add(V, 1)))
+
+
+@pytest.mark.parametrize("point", ["attn", "mlp"])
+def test_falcon_maps_over_what_one_of_its_parts_gets(point: str) -> None:
+    """It adds one part's output to the other's in place, of which vmap has but one row where nothing is mapped over."""
+    remote, hidden, many = flow("falcon", TWO), random(2, 3, D), random(3, D, seed=1)
+    found = torch.func.vmap(lambda v: remote(hidden, edit=kf.add(v, 0, point=point)))(many)
+    for v, out in zip(many, found, strict=True):
+        assert_close(out, remote(hidden, edit=kf.add(v, 0, point=point)))
 
 
 def test_positions_are_not_mapped_over() -> None:

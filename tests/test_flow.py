@@ -249,6 +249,18 @@ def test_under_inference_mode_and_no_grad() -> None:
     assert_bits(q.grad, p.grad)  # type: ignore[arg-type]
 
 
+def test_an_inference_tensor_that_changes_before_backward() -> None:
+    """Autograd counts no changes of such a tensor, so the gradient is that of the call as it was."""
+    remote, hidden = flow("llama", TWO), random(2, 3, HIDDEN).requires_grad_()
+    with torch.inference_mode():
+        v = random(HIDDEN, seed=1)
+    out = remote(hidden, steer={0: v}).square().sum()
+    (expected,) = torch.autograd.grad(out, hidden, retain_graph=True)
+    with torch.inference_mode():
+        v.zero_()
+    assert_bits(torch.autograd.grad(out, hidden)[0], expected)
+
+
 def test_from_two_threads_at_once() -> None:
     remote = flow("llama", THREE).options(batch_tokens=4)
     hidden, barrier = random(3, 4, HIDDEN), threading.Barrier(2, timeout=20)

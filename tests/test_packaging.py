@@ -47,7 +47,7 @@ PARTS = {
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
-        *("swarm.routing", "swarm.placement", "swarm.hello", "swarm.worker"),
+        *("swarm.routing", "swarm.placement", "swarm.hello", "swarm.worker", "swarm.push"),
         *("swarm.faults", "swarm.fault_scripts", "swarm.faulty", "swarm.late"),
     ],
     # these put the parts together

@@ -144,6 +144,17 @@ def test_scales_ranks_and_layers_are_pefts(variant: str, tmp_path: Path) -> None
 
 
 @torch.no_grad()
+def test_of_patterns_that_fit_one_module_the_first_counts_in_a_folder_too(tmp_path: Path) -> None:
+    model, tokens = tuned("llama", lora("llama", alpha_pattern={"v_proj": 3, "2.self_attn.v_proj": 9})), ids(B, S)
+    expected, adapter = model(input_ids=tokens).logits, kf.adapters.read(model)
+    adapter.save(tmp_path)
+    for read in (adapter, kf.adapters.read(tmp_path)):
+        assert_close(logits(flow("llama", TWO), read, tokens), expected)
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(huggingface("llama")), str(tmp_path)).eval()
+    assert_close(again(input_ids=tokens).logits, expected)
+
+
+@torch.no_grad()
 def test_of_a_live_model_one_adapter_is_read_at_its_live_scale(tmp_path: Path) -> None:
     model, tokens = tuned("llama", lora("llama")), ids(B, S)
     model.add_adapter("other", lora("llama", r=2))

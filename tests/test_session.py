@@ -448,7 +448,7 @@ def older_flow(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_kwarg_that_stays_is_sent_once_and_one_that_changes_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What equals the step before's is a number on the wire; the values are those of a session that is told all."""
-    remote, told, hidden, v = flow("llama", TWO), older_flow(monkeypatch), random(B, 9, D), random(D, seed=1).clone()
+    remote, told, hidden, v = flow("llama", TWO), older_flow(monkeypatch), random(B, 11, D), random(D, seed=1).clone()
     lora = {"v_proj": {"A": random(LAYERS, 2, D, seed=2), "B": random(LAYERS, D // 2, 2, seed=3)}}
     steps: list[tuple[Callable[[], dict[str, Any]], list[Any], list[Any]]] = [  # kwargs; sent to the one and the other
         (lambda: {"steer": {3: v}, "lora": lora}, [["layers", "lora"]], [["layers", "lora"], [[3], "steer"]]),
@@ -458,10 +458,12 @@ def test_a_kwarg_that_stays_is_sent_once_and_one_that_changes_again(monkeypatch:
         (lambda: {"steer": {3: v}, "lora": lora}, [0], [0, [[3], "steer"]]),
         (lambda: {"steer": {3: v.mul_(2)}, "lora": lora}, [0], [0, [[3], "steer"]]),  # the same tensor, other values
         (lambda: {"steer": {2: v}}, [], [[[2], "steer"]]),
+        (lambda: {"steer": {2: v.mul_(0)}}, [], [[[2], "steer"]]),
+        (lambda: {"steer": {2: v.neg_()}}, [], [[[2], "steer"]]),  # -0.0 is another number
         (dict, [], []),
         (lambda: {"steer": {2: v}}, [], [[[2], "steer"]]),
     ]
-    with Requests(remote) as ours, Requests(told) as theirs, remote.session(9) as session, told.session(9) as other:
+    with Requests(remote) as ours, Requests(told) as theirs, remote.session(11) as session, told.session(11) as other:
         for at, (kwargs, first, second) in enumerate(steps):
             given, columns = kwargs(), slice(at, at + 1)
             assert_bits(

@@ -52,6 +52,8 @@ def test_arithmetic_is_layer_by_layer() -> None:
     for made, expected in {
         v * 2: {1: 2 * A, 2: 2 * B},
         torch.tensor(2.0) * v: {1: 2 * A, 2: 2 * B},
+        np.float32(2) * v: {1: 2 * A, 2: 2 * B},
+        v * np.float32(2): {1: 2 * A, 2: 2 * B},
         -v: {1: -A, 2: -B},
         v / 3: {1: A / 3, 2: B / 3},
         v + w: {1: A, 2: A + B, 3: B},

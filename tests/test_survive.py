@@ -378,6 +378,28 @@ def test_what_a_session_keeps_is_its_own() -> None:
     assert torch.equal(*outs)
 
 
+def test_a_kwarg_that_changes_after_an_interrupted_step_is_sent_again() -> None:
+    """The step that was given up goes on running there, with the value that it was sent."""
+    slow = threading.Event()
+
+    def fn(params: Any, hidden: Tensor, /, *, block: Any, **kw: Any) -> Tensor:
+        if slow.is_set():
+            time.sleep(0.15)
+        return block(params, hidden, **kw)
+
+    flow, x, v = tiny.make_flow("llama", (2, 4), block_fn={0: fn}).options(timeout=0.2), random(B, S, D), V.clone()
+    with flow.session(16) as session:
+        session.step(x)
+        slow.set()
+        with pytest.raises(kf.errors.DeadlineError):
+            session.step(x, steer={0: v})
+        slow.clear()
+        got = session.step(x, steer={0: v.mul_(-3)})
+    with flow.session(16) as session:
+        session.step(x)
+        assert torch.equal(got, session.step(x, steer={0: v}))
+
+
 def test_generate_goes_on() -> None:
     from kwflow.models.auto import AutoDistributedModelForCausalLM
 
@@ -405,3 +427,59 @@ def test_an_async_call_goes_on() -> None:
     expected = swarm.flow(x)
     lose(swarm)
     assert torch.equal(asyncio.run(swarm.flow.acall(x)), expected)
+
+
+# ---------------------------------------------------------------- handed on from worker to worker
+
+
+def pushed(swarm: Swarm) -> int:
+    return sum(op == "push" for _, op in swarm.seen)
+
+
+def test_workers_hand_on_what_the_client_would_carry() -> None:
+    swarm = swarm_of(SPLITS["two"][:3])
+    with swarm.flow.options(push=False).session(16) as session:
+        expected = changing(session, -1, lambda: None)
+    assert not pushed(swarm)
+    with swarm.flow.session(16) as session:
+        got = changing(session, -1, lambda: None)
+    assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))
+    assert pushed(swarm) == 2 * 8, "two hand on, all steps but the first"
+
+
+def test_what_is_lost_between_workers_goes_through_the_client(caplog: pytest.LogCaptureFixture) -> None:
+    swarm = swarm_of(SPLITS["two"][:3])
+    x = random(B, S, D)
+    with swarm.flow.session(16) as session:
+        expected = [session.step(x) for _ in range(3)]
+    served = [accept.__self__ for accept in swarm.flow.peers.pool.transport._accept.values()]  # type: ignore[attr-defined]
+
+    async def nowhere(peer: str, layer: int, message: Message) -> Message:
+        raise WorkerFailed("no way there", peer=peer)
+
+    served[0].neighbours = nowhere
+    with swarm.flow.session(16) as session:
+        for want in expected:
+            assert torch.equal(session.step(x), want)
+        assert session._push_lost and not session.replays
+    assert "cannot hand steps on" in caplog.text
+
+
+def test_an_error_in_the_middle_leaves_nobody_waiting() -> None:
+    def odd(params: Any, hidden: Tensor, /, *, block: Any, fail: bool = False, **kw: Any) -> Tensor:
+        if fail:
+            raise ValueError("on purpose")
+        return block(params, hidden, **kw)
+
+    flow = tiny.make_flow("llama", (1, 2, 4), block_fn=odd)
+    x = random(B, S, D)
+    with flow.session(16) as session:
+        expected = [session.step(x), session.step(x)]
+    with flow.session(16) as session:
+        session.step(x)
+        began = time.monotonic()
+        with pytest.raises(kf.errors.BlockError, match="on purpose"):
+            session.step(x, fail=True)
+        assert time.monotonic() - began < 1
+        assert torch.equal(session.step(x), expected[1])
+        assert not session.replays

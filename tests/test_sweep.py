@@ -14,7 +14,8 @@ from torch.func import grad, vmap
 
 import kwflow as kf
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg
-from tests.oracle import assert_close, residual
+from kwflow.flow import Flow
+from tests.oracle import assert_bits, assert_close, residual
 from tests.rows import prefix_sizes
 from tests.tiny import (
     EACH,
@@ -23,6 +24,7 @@ from tests.tiny import (
     LAYERS,
     TWO,
     Requests,
+    ends,
     flow,
     huggingface,
     left_padded,
@@ -229,6 +231,20 @@ def test_a_workers_own_block_fn_acts_after_the_block() -> None:
     found = kf.sweep(whole, x, variants)
     for label, expected in one_by_one(whole, x, variants).items():
         assert_close(found[label], expected, label)
+
+
+@pytest.mark.parametrize("client", [torch.bfloat16, torch.float32])
+def test_in_half_precision_each_variant_is_its_own_call_to_the_bit(client: torch.dtype) -> None:
+    """A row's own strength is no less exact than a number; the client does at a layer's output what a worker does."""
+    workers, v = flow("llama", TWO, torch.bfloat16), random(D, seed=23)
+    whole, x = Flow(ends("llama", client), workers.peers, (0, L)), {**inputs("llama")}
+    x["hidden"] = x["hidden"].to(client)
+    makes = {"add": kf.add, "project_out": kf.project_out, "scale": lambda _, n, *, scale: kf.scale(scale, n)}
+    for name, make in makes.items():
+        grid = kf.grid(lambda n, scale, make=make: make(v, n, scale=scale), n=[1, L - 1], scale=[0.3, 1.7])
+        found = kf.sweep(whole, x, grid).flatten(0, 1)
+        for out, (label, kwargs) in zip(found, grid, strict=True):
+            assert_bits(out, whole(**x, **kwargs), f"{name} {label}")
 
 
 def test_reduce_and_its_results() -> None:

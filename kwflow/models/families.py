@@ -17,14 +17,18 @@ llama is ``Family()``. Otherwise look in ``transformers/models/NAME/modeling_NAM
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from kwflow.bound import in_transform
 from kwflow.errors import UnsupportedError, did_you_mean
 
 LEARNED = "this family's positions are learned and act in flow.embed(ids, position_ids=…)"
@@ -69,6 +73,28 @@ def plain_gelu(layer: nn.Module) -> None:
     layer.mlp.gelu_impl = TanhGelu()  # type: ignore[union-attr]
 
 
+class SumsApart(TorchFunctionMode):
+    """``a += b`` makes a new tensor: in place, vmap cannot add what it maps over to what it does not map over."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return torch.add(*args) if func is Tensor.add_ else func(*args, **(kwargs or {}))
+
+
+def sums_apart(layer: nn.Module) -> None:
+    """Falcon adds what its attention gives to what its feed-forward gives, in place and nothing else."""
+    layer.__class__ = _summing_apart(type(layer))
+
+
+@functools.cache
+def _summing_apart(kind: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(kind.forward)
+    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with SumsApart() if in_transform() else nullcontext():
+            return kind.forward(self, hidden, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
 def falcon(family: Family, config: Any) -> Family:
     """Falcon models have rotary positions or ALiBi; their keys are those of every head, of groups, or of one."""
     if not config.alibi:
@@ -102,7 +128,15 @@ _BLOOM = Family(
     tuples=True,
     mend=plain_gelu,
 )
-_FALCON = Family(layers="h", attn="self_attention", out="self_attention.dense", tuples=True, vary=falcon, kv=falcon_kv)
+_FALCON = Family(
+    layers="h",
+    attn="self_attention",
+    out="self_attention.dense",
+    tuples=True,
+    vary=falcon,
+    kv=falcon_kv,
+    mend=sums_apart,
+)
 _MPT = Family(
     layers="blocks",
     attn="attn",

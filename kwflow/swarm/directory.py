@@ -159,6 +159,18 @@ def _records(model: str, layers: int, found: Mapping[str, Mapping[str, Any]]) ->
     return tuple(sorted(live, key=lambda record: (record.start, record.stop, record.peer)))
 
 
+async def learn(node: Store, model: str, layer: int) -> set[str]:
+    """Read who serves one layer, for ``node.open`` to find; returns their peer ids."""
+    async with asyncio.timeout(READ_SECONDS):
+        found = await node.get([_key(model, layer)])
+    said = found.get(_key(model, layer), {})
+    records = [_worker(model, peer, value) for peer, value in said.items()]
+    for record in records:
+        if record is not None:
+            node.learn(record.peer, record.addrs)
+    return {record.peer for record in records if record is not None}
+
+
 async def models(node: Store) -> tuple[ModelRecord, ...]:
     """Read which models are served at all."""
     found = (await node.get([MODELS])).get(MODELS, {})

@@ -14,7 +14,7 @@ from kwflow.errors import KwargError
 
 Span = tuple[int, int]
 
-OPERATIONS = ("step", "forward", "backward", "hello")
+OPERATIONS = ("step", "forward", "backward", "push", "hello")
 CORRUPTIONS = ("frame", "bytes", "missing", "shape", "dtype", "nan")
 
 
@@ -40,7 +40,8 @@ class Fault:
 class OfRequests(Fault):
     """A fault that befalls requests: the next ``count`` of them (None: all until it is cleared).
 
-    ``op``: only a session's "step", a call's "forward" or "backward" (any derivative), or "hello"; None: all but hello.
+    ``op``: only a session's "step", a call's "forward" or "backward" (any derivative), a "push" (another worker hands
+    a step on to it), or "hello"; None: all but hello.
     ``after``: how many of those go well before: ``Drop(op="step", after=6)`` takes the reply of the seventh step.
     """
 

@@ -35,6 +35,7 @@ from kwflow.swarm.faults import (
     Slow,
     from_json,
 )
+from kwflow.swarm.push import Neighbour
 from kwflow.swarm.worker import Served
 from kwflow.wire import Kind, Message, dumps, frame, frames
 
@@ -88,6 +89,14 @@ class Faulty:
     @property
     def spec(self) -> SpanSpec:
         return self.served.spec
+
+    @property
+    def neighbours(self) -> Neighbour | None:
+        return self.served.neighbours
+
+    @neighbours.setter
+    def neighbours(self, value: Neighbour | None) -> None:
+        self.served.neighbours = value
 
     def accept(self, remote: str) -> FaultyConnection:
         """Serve a channel. Raises WorkerFailed once it is dead."""

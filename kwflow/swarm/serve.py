@@ -21,6 +21,7 @@ from kwflow.swarm.directory import TTL_SECONDS, WorkerRecord, announced
 from kwflow.swarm.faulty import Faulty
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.lifetime import Parent, end_group
+from kwflow.swarm.push import Neighbours
 from kwflow.swarm.worker import Served
 
 
@@ -70,6 +71,7 @@ async def serve(
     served = Served(spec, model=name, kv_bytes=kv_bytes)
     faulty = None if parent is None else Faulty(served, end=end_group)
     node = await Node.start(listen=listen, port=port, initial_peers=join, public=public, own_session=parent is None)
+    neighbours = served.neighbours = Neighbours(node, name)
     try:
         if faulty is None:
             await node.serve(served.accept)
@@ -104,4 +106,5 @@ async def serve(
                 await stop.wait()
     finally:
         served.close()
+        await neighbours.aclose()
         await node.stop()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import atexit
 import itertools
+import logging
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,14 +44,18 @@ from kwflow.kv import KV
 from kwflow.kwargs import check_bound
 from kwflow.prefix import length
 from kwflow.swarm.hello import features, hello
+from kwflow.swarm.push import Inbox, Neighbour
 from kwflow.wire import Message
 
 DECODE, PREFILL, FORWARD, BACKWARD = range(4)  # priorities: the lowest number goes first
 
 MAX_ORDER, MAX_OPERATIONS = 4, 8  # derivatives, and operations in all, of one request
 MAX_REORDERS = 256  # of one step
+MAX_NAME = 64
 
 DEFAULT_KV_BYTES = 2 << 30
+
+log = logging.getLogger(__name__)
 
 
 class Compute:
@@ -120,6 +125,9 @@ class Session:
     mask: Tensor | None = None  # (batch, max_length) bool, once a column was masked
     kwargs: Bound | None = None  # the last step's, on the blocks' device: the next one need not bring them again
     held_bytes: int = 0  # of those
+    name: str = ""  # by which other workers bring hidden; "": they may not
+    inbox: Inbox = field(default_factory=Inbox)
+    next: tuple[str, str] | None = None  # the worker that outputs are handed on to, and the session's name there
 
     def column_mask(self, given: Tensor | None, start: int, seq: int) -> Tensor | None:
         """Remember this step's columns of the 2-D mask and return it up to their end; None while nothing is masked.
@@ -150,10 +158,32 @@ class Served:
         self.limits = {"kv_bytes": kv_bytes, "batch_tokens": batch_tokens, "order": MAX_ORDER}
         self.compute = Compute()
         self.kv_used = 0
+        self.neighbours: Neighbour | None = None  # how other workers are reached, if they are
+        self.inboxes: dict[str, Inbox] = {}  # of sessions, by name
+        self._handing: set[asyncio.Task[None]] = set()
 
     def hello(self) -> dict[str, Any]:
         """What a client learns before its first call."""
-        return hello(self.spec, self.model, self.limits, self.compute.threads)
+        said = hello(self.spec, self.model, self.limits, self.compute.threads)
+        return said if self.neighbours is None else {**said, "features": [*said["features"], "push"]}
+
+    def hand_on(self, session: Session, number: int, hidden: Tensor) -> None:
+        """Bring the next worker a step's hidden; the client does it where this fails."""
+        if session.next is None:
+            raise SessionError("the step is to be handed on, and nobody said to whom")
+        (peer, name), layer = session.next, session.kv.span[1]
+
+        async def hand() -> None:
+            assert self.neighbours is not None
+            try:
+                message = Message({"op": "push", "session": name, "step": number}, hidden)
+                await self.neighbours(peer, layer, message)
+            except (KwflowError, OSError) as error:
+                log.info("could not hand a step on to %s: %s", peer[-8:], error)
+
+        task = asyncio.create_task(hand(), name="kwflow hand on")
+        self._handing.add(task)
+        task.add_done_callback(self._handing.discard)
 
     def accept(self, remote: str) -> ClientConnection:
         return ClientConnection(self, remote)
@@ -177,7 +207,7 @@ class ClientConnection:
 
     async def handle(self, request: Message) -> Message:
         """Answer one request; every error becomes a reply that says whose it is."""
-        operations = {"hello": self._hello, "run": self._run, "step": self._step}
+        operations = {"hello": self._hello, "run": self._run, "step": self._step, "push": self._push}
         name = request.meta.get("op")
         try:
             if not isinstance(name, str) or name not in operations:
@@ -195,6 +225,7 @@ class ClientConnection:
     def _release(self) -> None:
         if self.session is not None:
             self.served.kv_used -= self.session.bytes + self.session.held_bytes
+            self.served.inboxes.pop(self.session.name, None)
             self.session = None
 
     async def _hello(self, request: Message) -> Message:
@@ -246,7 +277,8 @@ class ClientConnection:
     async def _step(self, request: Message) -> Message:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
-        hidden, bound, _ = _read(request.tree, (start, stop), self.session and self.session.kwargs)
+        tree = request.tree if meta.get("from") is None else await self._brought(request)
+        hidden, bound, _ = _read(tree, (start, stop), self.session and self.session.kwargs)
         check_hidden(hidden, spec)
         past, seq = _count(meta, "start"), hidden.shape[1]
         reorders = _reorders(meta.get("reorder", []), hidden.shape[0])
@@ -285,7 +317,26 @@ class ClientConnection:
                 return [output.to(hidden.dtype).cpu() for output in (out, *captured)]
 
         outputs, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
+        if "hand" in meta:
+            self.served.hand_on(session, _count(meta, "hand"), outputs[0])
         return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, outputs)
+
+    async def _brought(self, request: Message) -> dict[str, Any]:
+        """A step's tree with the hidden that another worker brings."""
+        session, meta, wait = self.session, request.meta, request.meta.get("wait")
+        if session is None or not session.name:
+            raise WorkerFailed("this worker holds no session that a step could be handed on to")
+        if not isinstance(wait, int | float) or not 0 <= wait:
+            raise KwargError(f"a step that is handed on says how many seconds to wait, got {wait!r:.40}")
+        hidden = await session.inbox.take(_count(meta, "from"), wait)
+        return {**(request.tree if isinstance(request.tree, dict) else {}), "hidden": hidden}
+
+    async def _push(self, request: Message) -> Message:
+        """Hidden for a step of somebody's session, by its name, which only its client and its workers know."""
+        inbox, hidden = self.served.inboxes.get(str(request.meta.get("session"))), request.tree
+        if hidden is not None and not isinstance(hidden, Tensor):
+            raise KwargError("what is handed on is one tensor")
+        return Message({"taken": inbox is not None and inbox.put(_count(request.meta, "step"), hidden)})
 
     def _hold(self, session: Session, bound: Bound) -> None:
         """Count a step's kwargs, which stay until the next one, in the room for keys and values."""
@@ -315,10 +366,19 @@ class ClientConnection:
                     f"{size / 1e6:.1f} MB of keys and values, {free / 1e6:.1f} MB are free (a shorter max_length or "
                     f"max_new_tokens, fewer rows, or workers with more: kwflow worker --kv-mb)"
                 )
+            name = meta.get("session", "")
+            if not isinstance(name, str) or len(name) > MAX_NAME or name in served.inboxes:
+                raise SessionError(f"a session's name is up to {MAX_NAME} letters, and its own, got {name!r:.80}")
             served.kv_used += size
-            self.session = Session(KV(start, stop, max_length), batch, size)
+            self.session = Session(KV(start, stop, max_length), batch, size, name=name)
+            if name:
+                served.inboxes[name] = self.session.inbox
         if (start, stop) != self.session.kv.span:
             raise SessionError(f"the session is of layers {self.session.kv.span}, the step of {start}:{stop}")
+        if (to := meta.get("next")) is not None:
+            if not (isinstance(to, list) and len(to) == 2 and all(isinstance(part, str) for part in to)):
+                raise SessionError(f"outputs are handed on to [peer, session], got {to!r:.80}")
+            self.session.next = to[0], to[1]
         if batch != self.session.batch:
             raise SessionError(
                 f"the session has {self.session.batch} rows, the step {batch}; reorder(ids) changes rows"
