@@ -32,7 +32,7 @@ _WHERE = {
     "AutoDistributedModelForCausalLM": "kwflow.models.auto",
     "AutoDistributedModelForSequenceClassification": "kwflow.models.auto",
 }
-_MODULES = ("adapters", "errors", "steering", "verify")
+_MODULES = ("adapters", "errors", "faults", "steering", "verify")
 
 __all__ = [
     "AutoDistributedConfig",
@@ -48,6 +48,7 @@ __all__ = [
     "chain",
     "connect",
     "errors",
+    "faults",
     "grid",
     "load_blocks",
     "local_swarm",
@@ -65,6 +66,7 @@ __all__ = [
 if TYPE_CHECKING:
     from kwflow import adapters as adapters
     from kwflow import errors as errors
+    from kwflow import faults as faults
     from kwflow import steering as steering
     from kwflow import verify as verify
     from kwflow.axes import Axes as Axes

@@ -62,6 +62,17 @@ class Connection(Protocol):
 Accept = Callable[[str], Connection]
 
 
+class Cut(Exception):
+    """Raised by a connection whose stream ends in the middle of a reply; ``sent``: the bytes that still get out.
+
+    Faults raise it (``swarm.faulty``), to be seen by a client as a worker that dies while it answers.
+    """
+
+    def __init__(self, sent: bytes = b""):
+        super().__init__("the stream is cut (a fault)")
+        self.sent = sent
+
+
 # ---- the network thread ------------------------------------------------------------------------------------------
 
 _lock = threading.RLock()  # also taken by finalizers, which may run anywhere
@@ -187,7 +198,11 @@ class InProcess:
     async def open(self, peer: str, *, timeout: float = DIAL_SECONDS) -> Channel:
         if peer not in self._accept:
             raise WorkerFailed(f"no worker {peer!r} in this process", peer=peer)
-        return _InProcessChannel(peer, self._accept[peer]("in-process"))
+        try:
+            return _InProcessChannel(peer, self._accept[peer]("in-process"))
+        except WorkerFailed as error:
+            error.peer = error.peer or peer
+            raise
 
 
 class _InProcessChannel:
@@ -207,9 +222,19 @@ class _InProcessChannel:
                 reply = await self._connection.handle(wire.loads(data))
             except KwflowError as error:
                 reply = Message({"error": to_wire(error)})
+            except Cut as cut:
+                await self.aclose()
+                return self._rest_of(cut.sent)
             answer = wire.dumps(reply)
             self.bytes_received += len(answer)
             return wire.loads(answer)
+
+    def _rest_of(self, sent: bytes) -> Message:
+        """What is read of a reply that was cut. Raises WorkerFailed, as a stream's end does."""
+        for kind, payload in wire.Frames().feed(sent):
+            if kind is wire.Kind.LAST:
+                return wire.loads(payload)
+        raise WorkerFailed(f"worker {self.peer} closed the stream (EOF)", peer=self.peer)
 
     async def aclose(self) -> None:
         if not self.closed:

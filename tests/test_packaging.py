@@ -47,7 +47,8 @@ PARTS = {
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
-        *("swarm.routing", "swarm.placement", "swarm.hello", "swarm.worker", "swarm.push", "swarm.faults"),
+        *("swarm.routing", "swarm.placement", "swarm.hello", "swarm.worker", "swarm.push"),
+        *("swarm.faults", "swarm.fault_scripts", "swarm.faulty", "swarm.late"),
     ],
     # these put the parts together
     "whole": [
@@ -58,6 +59,7 @@ PARTS = {
             "__main__",
             "demo",
             "doctor",
+            "faults",
             "models.auto",
             "models.distributed",
             "models.ends",

@@ -12,7 +12,7 @@ import logging
 import socket
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.resources import files
 from typing import Any, Self
@@ -36,6 +36,7 @@ p2pd_pb2: Any = _p2pd_pb2  # its names are made at import: no checker sees them
 
 log = logging.getLogger(__name__)
 Record = tuple[str, Any]  # subkey, value
+Late = Callable[[asyncio.StreamReader, asyncio.StreamWriter], tuple[Any, Any]]
 
 
 class Node:
@@ -149,8 +150,11 @@ class Node:
                 raise WorkerFailed(f"worker {peer[-8:]} cannot be dialled: {error}", peer=peer) from error
             raise
 
-    async def serve(self, accept: Accept, *, limits: Limits = LIMITS) -> None:
-        """Answer streams from now on: ``accept(remote peer id)`` gives each its connection, closed when it ends."""
+    async def serve(self, accept: Accept, *, limits: Limits = LIMITS, late: Late | None = None) -> None:
+        """Answer streams from now on: ``accept(remote peer id)`` gives each its connection, closed when it ends.
+
+        ``late``: wraps a stream's reader and writer, for faults.
+        """
 
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -159,7 +163,8 @@ class Node:
             try:
                 await read_pbmsg_safe(reader, about := p2pd_pb2.StreamInfo())
                 writer.transport.set_write_buffer_limits(high=BUFFER_BYTES)
-                await answer_stream(accept(PeerID(about.peer).to_base58()), reader, writer, limits)
+                ends = (reader, writer) if late is None else late(reader, writer)
+                await answer_stream(accept(PeerID(about.peer).to_base58()), *ends, limits)
             except asyncio.CancelledError:  # by stop(); asyncio takes a handler that ends as cancelled for an error
                 return
             except asyncio.IncompleteReadError:  # p2pd ended before it said whose stream this is

@@ -7,6 +7,7 @@ reach it; and a forked copy of this process (multiprocessing, a DataLoader) owns
 
 from __future__ import annotations
 
+import asyncio
 import glob
 import json
 import os
@@ -22,7 +23,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 from kwflow.errors import to_wire
@@ -109,7 +110,7 @@ class ChildFailed(Exception):
 class Child:
     """A process in its own session that lives no longer than this one: the end of its stdin is its end.
 
-    Down the pipe go length-prefixed messages (``send``); back comes one line of JSON (``report``); stderr, and
+    Down the pipe go length-prefixed messages (``send``); back come lines of JSON (``report``, ``ask``); stderr, and
     whatever is printed, goes to a file without a name (``log``), so that no file is left either.
     """
 
@@ -127,7 +128,7 @@ class Child:
         assert self._process.stdin is not None and self._process.stdout is not None
         self.pid, self._down, self._up = self._process.pid, self._process.stdin, self._process.stdout
         os.set_blocking(self._down.fileno(), False)
-        self._line = bytearray()
+        self._line, self._asked, self._turn = bytearray(), 0, threading.Lock()
         self._guard: subprocess.Popen[bytes] | None = None
         disown_in_forks(self)
 
@@ -161,12 +162,23 @@ class Child:
         self._line += data
         if self._line.endswith(b"\n"):
             said = json.loads(self._line)
+            self._line.clear()
             if "error" in said:
                 raise ChildFailed(said["error"]["message"], said["error"])
             return said
         if not data:
             raise ChildFailed(f"process {self.pid} ended with exit code {self._process.wait(timeout=5.0)}")
         return None
+
+    def ask(self, what: Mapping[str, Any], deadline: float) -> dict[str, Any]:
+        """Ask a child that is ready for something and wait until it is done. Raises ChildFailed, TimeoutError."""
+        with self._turn:
+            self._asked += 1
+            self.send(json.dumps({"number": self._asked, **what}).encode(), deadline)
+            while (said := self.report()) is None or said["number"] != self._asked:
+                if not select.select([self._up], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                    raise TimeoutError(f"process {self.pid} does not answer")
+            return said
 
     def log(self, size: int = 1 << 20) -> str:
         """The last ``size`` bytes of what the child has printed; also after its end."""
@@ -226,7 +238,8 @@ class Parent:
     """The child's end of ``Child``: take it first thing in ``main``, before the imports that take seconds.
 
     From then on the process group ends when the parent does, what is printed goes to the log, and the parent's messages
-    are read in order: ``receive_function``, then ``receive_peers``. ``ready`` or ``failed`` is the one answer.
+    are read in order: ``receive_function``, then ``receive_peers``. ``ready`` or ``failed`` is the one answer to those;
+    what comes after ``ready`` is for ``obey``.
     """
 
     def __init__(self) -> None:
@@ -261,6 +274,22 @@ class Parent:
     def ready(self, **facts: Any) -> None:
         """Report that this worker serves: ``peer``, ``addrs``, ``span``."""
         self._report({"pid": os.getpid(), **facts})
+
+    def obey(self, command: Callable[[Mapping[str, Any]], Coroutine[Any, Any, Mapping[str, Any]]]) -> None:
+        """Carry out what the parent asks for from now on, in turn, in the running event loop, and answer each."""
+        loop = asyncio.get_running_loop()
+
+        def serve() -> None:
+            while True:
+                said = json.loads(self._messages.get())
+                number = said.pop("number")
+                try:
+                    answer = asyncio.run_coroutine_threadsafe(command(said), loop).result()
+                except Exception as error:  # noqa: BLE001  the parent hears of it
+                    answer = {"error": to_wire(error)}
+                self._report({"number": number, **answer})
+
+        threading.Thread(target=serve, name="kwflow-obey", daemon=True).start()
 
     def failed(self, error: BaseException) -> None:
         """Report why this worker cannot serve; then exit."""

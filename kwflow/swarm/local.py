@@ -12,7 +12,7 @@ import select
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_impo
 # that has imported everything would start in a fraction, but not safely: numpy's and scipy's BLAS start threads when
 # they are imported, and macOS's frameworks do not survive a fork.
 READY_SECONDS = 120.0
+TELL_SECONDS = 10.0
 
 Span = tuple[int, int]
 
@@ -132,6 +133,21 @@ class LocalSwarm:
     def resume(self, index: int) -> None:
         """Let a paused worker go on."""
         self.workers[index].child.resume()
+
+    def tell(self, index: int, what: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask a worker for something over its own pipe, and wait until it is done (``kf.faults``).
+
+        Raises WorkerFailed when it is dead, paused, or does not answer; what it says when it cannot.
+        """
+        worker = self.workers[index]
+        if worker.paused or not worker.alive:
+            raise WorkerFailed(f"{worker!r} cannot be told anything now", peer=worker.peer, span=worker.span)
+        try:
+            return worker.child.ask(what, time.monotonic() + TELL_SECONDS)
+        except ChildFailed as error:
+            raise _explain(worker, error) from error
+        except TimeoutError as error:
+            raise WorkerFailed(f"{worker!r}: {error}", peer=worker.peer, span=worker.span) from error
 
     def close(self) -> None:
         """End every worker; again does nothing."""

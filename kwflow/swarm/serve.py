@@ -11,14 +11,16 @@ import functools
 import hashlib
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from kwflow import __version__
 from kwflow.blocks import SpanSpec, with_block_fn
 from kwflow.models.spans import load_span
-from kwflow.swarm.directory import WorkerRecord, announced
+from kwflow.swarm.directory import TTL_SECONDS, WorkerRecord, announced
+from kwflow.swarm.faulty import Faulty
 from kwflow.swarm.hivemind import Node
-from kwflow.swarm.lifetime import Parent
+from kwflow.swarm.lifetime import Parent, end_group
 from kwflow.swarm.push import Neighbours
 from kwflow.swarm.worker import Served
 
@@ -62,12 +64,19 @@ async def serve(
     kv_bytes: int,
     parent: Parent | None,
 ) -> None:
-    """Serve a span as part of the model ``name`` until SIGINT or SIGTERM; say so to the parent, or on the terminal."""
+    """Serve a span as part of the model ``name`` until SIGINT or SIGTERM; say so to the parent, or on the terminal.
+
+    With a parent it also fails as the parent asks (``kf.faults``); nobody else can ask for it.
+    """
     served = Served(spec, model=name, kv_bytes=kv_bytes)
+    faulty = None if parent is None else Faulty(served, end=end_group)
     node = await Node.start(listen=listen, port=port, initial_peers=join, public=public, own_session=parent is None)
     neighbours = served.neighbours = Neighbours(node, name)
     try:
-        await node.serve(served.accept)
+        if faulty is None:
+            await node.serve(served.accept)
+        else:
+            await node.serve(faulty.accept, late=faulty.late)
         record = WorkerRecord(
             model=name,
             peer=node.peer_id,
@@ -78,9 +87,14 @@ async def serve(
             checkpoint=spec.identity["checkpoint"],
             version=__version__,
         )
-        async with announced(node, record):
-            if parent is not None:
+
+        def announce(ttl: float = TTL_SECONDS) -> AbstractAsyncContextManager[None]:
+            return announced(node, record, ttl=ttl)
+
+        async with announce() if faulty is None else faulty.announced(announce):
+            if parent is not None and faulty is not None:
                 parent.ready(peer=node.peer_id, addrs=node.addrs, span=[spec.start, spec.stop])
+                parent.obey(faulty.command)
             else:
                 runs = " ".join(filter(None, [spec.identity["quantization"], str(spec.dtype)[6:], f"on {spec.device}"]))
                 where = f"layers {spec.start}:{spec.stop} of {name}, {runs},"

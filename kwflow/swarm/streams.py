@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 
 from kwflow.errors import BudgetError, KwflowError, ProtocolError, WorkerFailed, to_wire
-from kwflow.link import Connection
+from kwflow.link import Connection, Cut
 from kwflow.wire import FRAME_BYTES, LIMITS, Frames, Kind, Limits, Message, dumps, frame, frames, loads
 
 SILENCE_SECONDS = 5.0
@@ -189,6 +189,9 @@ async def answer_stream(
         try:
             while True:
                 await send(await _reply(connection, await requests.get(), limits))
+        except Cut as cut:
+            writer.write(cut.sent)
+            writer.close()
         except OSError:  # TimeoutError too: the client is gone, or takes nothing
             writer.transport.abort()
 
@@ -244,6 +247,8 @@ async def _receive(
 async def _reply(connection: Connection, request: bytearray, limits: Limits) -> bytes:
     try:
         return dumps(await connection.handle(loads(request, limits)), limits)
+    except Cut:
+        raise
     except KwflowError as error:
         return dumps(Message({"error": to_wire(error)}))
     except Exception as error:  # a bug of ours, or of a user's block_fn: the client hears of it, and so does the log
