@@ -29,6 +29,7 @@ BAN_SECONDS, LONGEST_BAN = (
     5.0,
     60.0,
 )  # that a worker which failed is kept out of routes; doubled at each failure in a row
+HELLO_SECONDS = 10.0  # for a worker to say what it serves
 PROBE_SECONDS = 0.25  # before it is asked again where there is no other; doubled likewise
 
 
@@ -123,7 +124,11 @@ class KnownPeers:
 
     async def _hello(self, peer: str) -> dict[str, Any]:
         if peer not in self._hellos:
-            reply = await self.pool(peer, Message({"op": "hello"}))
+            try:
+                async with asyncio.timeout(HELLO_SECONDS):
+                    reply = await self.pool(peer, Message({"op": "hello"}))
+            except TimeoutError:
+                raise WorkerFailed(f"did not answer hello in {HELLO_SECONDS:g} s", peer=peer) from None
             hello = reply.meta.get("hello")
             if not isinstance(hello, dict):
                 raise WorkerFailed("answered hello with something else", peer=peer)
@@ -153,6 +158,11 @@ class KnownPeers:
     def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those served these layers to this client before."""
         return all(self._served.get(layer, set()) - set(blocked) for layer in range(start, stop))
+
+    def named(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+        """Whether workers other than those are named for these layers, avoided ones too."""
+        view = [one for one in self._view() if one.peer not in blocked and self._weights(one) in ("", self.checkpoint)]
+        return covers(view, start, stop)
 
     def close(self) -> None:
         """Close every link; calling it again does nothing."""

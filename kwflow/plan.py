@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -112,20 +112,16 @@ class Plan:
         self, retry: Retry, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """What a hop's worker answers; if it fails, what others answer in its place, one or several."""
-        batch, seq = tensors[0].shape[:2]
+        tokens = tensors[0].numel() // tensors[0].shape[-1]
 
         def misfit(other: Hop) -> str | None:
-            return lacks(other, hop, bound, batch * seq)
+            return lacks(other, hop, bound, tokens)
 
         hops = [] if retry.avoids(hop.peer) else [hop]
         while True:
             hops = hops or await retry.route(*hop.span, like=hop, misfit=misfit)
-            if len(hops) > 1:
-                composed = functools.partial(self._composed, retry, hops, bound, operations, tensors)
-                found = await in_thread(composed)
-                return to_devices(found, operations, tensors)
             try:
-                found = await self.send(hops[0], bound, operations, tensors)
+                found = await self._answer(retry, hops, bound, operations, tensors)
             except WorkerFailed as error:
                 retry.failed(error)
                 hops = []
@@ -133,6 +129,13 @@ class Plan:
             if not retry.doubted and any_nan(found) and not any_nan(tensors):
                 found = await self._doubt(retry, hops[0], misfit, found, bound, operations, tensors)
             return to_devices(found, operations, tensors)
+
+    async def _answer(
+        self, retry: Retry, hops: Sequence[Hop], bound: Bound, operations: Operations, tensors: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        if len(hops) == 1:
+            return await self.send(hops[0], bound, operations, tensors)
+        return await in_thread(functools.partial(self._composed, retry, hops, bound, operations, tensors))
 
     async def _doubt(
         self,
@@ -144,20 +147,20 @@ class Plan:
         operations: Operations,
         tensors: Sequence[Tensor],
     ) -> list[Tensor | None]:
-        """NaN from input without any: what another worker says, once in a call. The same again is the answer."""
+        """NaN from input without any: what others say, once in a call. The same again is the answer."""
         retry.doubted = True
-        other = await retry.another(hop, misfit)
-        if other is None:
-            return found
-        try:
-            theirs = await self.send(other, bound, operations, tensors)
-        except WorkerFailed as error:
-            retry.failed(error)
-            return found
-        if any_nan(theirs):
-            return found
-        retry.failed(WorkerFailed(f"NaN where worker {other.peer[-8:]} has none", peer=hop.peer, span=hop.span))
-        return theirs
+        while others := await retry.others(replace(hop, start=bound.start, stop=bound.stop), misfit):
+            try:
+                theirs = await self._answer(retry, others, bound, operations, tensors)
+            except WorkerFailed as error:
+                retry.failed(error)
+                continue
+            if any_nan(theirs):
+                break
+            said = ", ".join(other.peer[-8:] for other in others)
+            retry.failed(WorkerFailed(f"NaN where {said} has none", peer=hop.peer, span=hop.span))
+            return theirs
+        return found
 
     def _composed(
         self, retry: Retry, hops: Sequence[Hop], bound: Bound, operations: Operations, tensors: Sequence[Tensor]

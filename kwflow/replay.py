@@ -166,15 +166,19 @@ class Stage:
             await self.channel.aclose()
 
 
-async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool) -> None:
-    """Take the steps of a span again on the workers that serve it now, one after the other."""
+async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool, *, keep: bool = True) -> list[Tensor]:
+    """Take the steps of a span again on the workers that serve it now, one after the other; the outputs."""
+    outputs = list[Tensor]()
     for step in steps:
         hidden = step.hidden
         for stage in stages:
             bound, _ = step.bound.part(None, stage.hop.span)
             own = replace(step, hidden=hidden, bound=bound)
             hidden, *_ = await stage.take(own, pool)
-            stage.keep(own)
+            if keep:
+                stage.keep(own)
+        outputs.append(hidden)
+    return outputs
 
 
 # ---- steps joined into fewer -------------------------------------------------------------------------------------

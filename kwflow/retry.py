@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from kwflow.schema import Schema
 
 FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0  # seconds until a worker that failed in this call is asked again; doubled
 MOST_ANSWERS = 3  # failures of one worker that lives and answers, in one call
+DOUBT_SECONDS = 3.0  # for another worker to be had that says whether NaN is the answer
 LOOK_SECONDS = 0.1  # between two looks for a route
 QUIET_SECONDS = 1.0  # a wait longer than this is said
 MARGIN = 0.03  # of the time of a call, kept to say why it failed
@@ -75,6 +77,10 @@ class Peers(Protocol):
         """Whether workers other than those served these layers to this client before: a gap that may close again."""
         ...
 
+    def named(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+        """Whether workers other than those are named for these layers, avoided ones too."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -124,11 +130,11 @@ class Retry:
                 return await self._in_time(self._route_now(start, stop, like, misfit, why))
             except NoRoute as error:
                 last = self.failures[-1] if self.failures else None
-                if isinstance(last, WorkerFull):
+                if last is not None and self._all_full(start, stop, why):
                     raise last from error
                 if last is None and not self.peers.had(start, stop, self._blocked):
                     raise
-                if not self.left or self._all_answered(why):
+                if not self.left or self._all_answered(start, stop, why):
                     raise self._report(start, stop, why, error) from last or error.__cause__
                 waited = time.monotonic() - self._began
                 if waited > QUIET_SECONDS and not said:
@@ -144,13 +150,16 @@ class Retry:
         except TimeoutError as error:
             raise NoRoute("the last worker to be dialled has not answered") from error
 
-    async def another(self, hop: Hop, misfit: Misfit) -> Hop | None:
-        """Another worker that could answer in a hop's place at once, alone; None where there is none."""
-        try:
-            route = await self._route_now(*hop.span, hop, misfit, {hop.peer: "asked already"})
-        except (NoRoute, WorkerFailed):
-            return None
-        return route[0] if len(route) == 1 else None
+    async def others(self, hop: Hop, misfit: Misfit) -> list[Hop] | None:
+        """Other workers that could answer in a hop's place; None where there are none, or none that answers soon."""
+        why, until = {hop.peer: "asked already"}, min(self._until, time.monotonic() + DOUBT_SECONDS)
+        while True:
+            try:
+                return await self._route_now(*hop.span, hop, misfit, why)
+            except NoRoute:
+                if time.monotonic() > until or not self.peers.named(*hop.span, {*self._blocked, *why}):
+                    return None
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def _route_now(
         self, start: int, stop: int, like: Hop | None, misfit: Misfit | None, why: dict[str, str]
@@ -177,11 +186,18 @@ class Retry:
             why.update(unfit)
             others.update(other)
 
-    def _all_answered(self, why: dict[str, str]) -> bool:
+    def _all_full(self, start: int, stop: int, why: Mapping[str, str]) -> bool:
+        """Whether there is no room anywhere, which may last; nobody is merely avoided."""
+        full = all(isinstance(failure, WorkerFull) for failure in self.failures)
+        return full and not self.peers.named(start, stop, {*self._blocked, *self._out, *why})
+
+    def _all_answered(self, start: int, stop: int, why: dict[str, str]) -> bool:
         """Whether whoever failed lives, and said so often enough: there is no gap that could close."""
-        answered = [error.answered for error in self.failures]
-        why.update({peer: "it failed again and again" for peer, (_, n) in self._out.items() if n >= MOST_ANSWERS})
-        return bool(answered) and all(answered) and set(self._out) <= set(why)
+        said = Counter(error.peer for error in self.failures if error.answered)
+        why.update({peer: "it failed again and again" for peer, n in said.items() if peer and n >= MOST_ANSWERS})
+        if not said or said.total() < len(self.failures) or not set(self._out) <= set(why):
+            return False
+        return not self.peers.named(start, stop, {*self._blocked, *why})
 
     def _report(self, start: int, stop: int, why: Mapping[str, str], error: NoRoute) -> NoRoute:
         tried = [f"{failure}" for failure in self.failures[-5:]]

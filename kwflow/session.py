@@ -407,16 +407,22 @@ class Session:
         return [outputs[-1][0], *(capture for found in outputs for capture in found[1:])]
 
     async def _bring_if_late(self, stage: Stage, task: asyncio.Task[list[Tensor]], hidden: Tensor) -> None:
-        """Bring a worker what should have been handed on to it; where it was lost, no more is handed on."""
+        """Bring a worker what should have been handed on to it; where it was lost, no more is handed on.
+
+        Raises WorkerFailed if that fails too.
+        """
         done, _ = await asyncio.wait([task], timeout=LATE_SECONDS)
         if done:
             return
         bringing = asyncio.create_task(stage.bring(self._pushes, hidden, self.flow.peers.pool))
-        await asyncio.wait([task, bringing], return_when=asyncio.FIRST_COMPLETED)
-        if bringing.done() and bringing.exception() is None and bringing.result():
-            self._push_lost = True
-            log.warning("workers cannot hand steps on to %s: they go through this client", stage.hop.peer[-8:])
-        bringing.cancel()
+        try:
+            await asyncio.wait([task, bringing], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and bringing.result():
+                self._push_lost = True
+                log.warning("workers cannot hand steps on to %s: they go through this client", stage.hop.peer[-8:])
+        finally:
+            bringing.cancel()
+            await asyncio.gather(bringing, return_exceptions=True)
 
     async def _give_up(self, tasks: Sequence[asyncio.Task[list[Tensor]]]) -> None:
         """Tell workers that wait for a step that it will not come; leave nothing running."""
@@ -466,26 +472,28 @@ class Session:
     async def _doubt(self, number: int, retry: Retry, step: Step) -> bool:
         """NaN from input without any: whether another worker says otherwise, and then takes this one's place."""
         self._nan = True
-        old, began = self._stages[number], time.monotonic()
-        other = await retry.another(old.hop, self._misfit(old, step))
-        if other is None:
-            return False
+        old, began, pool = self._stages[number], time.monotonic(), self.flow.peers.pool
         steps = self._history(old)
-        try:
-            (new,) = await self._rebuilt(steps, [other], retry)
-            outputs = await new.take(step, self.flow.peers.pool)
-        except WorkerFailed as error:
-            retry.failed(error)
-            return False
-        if any_nan(outputs):
-            await new.aclose()
-            return False
-        said = WorkerFailed(f"NaN where worker {other.peer[-8:]} has none", peer=old.hop.peer, span=old.hop.span)
-        retry.failed(said)
-        await old.aclose()
-        self._stages[number], self._nan = new, False
-        self._note(old, str(said), [other], len(steps), time.monotonic() - began)
-        return True
+        while others := await retry.others(old.hop, self._misfit(old, step)):
+            try:
+                new = await self._rebuilt(steps, others, retry)
+                (hidden,) = await replay([step], new, pool, keep=False)
+            except WorkerFailed as error:
+                retry.failed(error)
+                continue
+            if any_nan([hidden]):
+                for stage in new:
+                    await stage.aclose()
+                break
+            by = ", ".join(other.peer[-8:] for other in others)
+            said = WorkerFailed(f"NaN where {by} has none", peer=old.hop.peer, span=old.hop.span)
+            retry.failed(said)
+            await old.aclose()
+            self._stages[number : number + 1] = new
+            self._nan = False
+            self._note(old, str(said), others, len(steps), time.monotonic() - began)
+            return True
+        return False
 
     def _history(self, stage: Stage) -> list[Step]:
         """The steps that would bring another worker to where this one is."""

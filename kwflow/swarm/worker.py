@@ -306,9 +306,11 @@ class ClientConnection:
                     if number > session.reordered:
                         session.reorder(rows, past)
                         session.reordered = number
-                if bound is not session.kwargs:
-                    session.kwargs = bound.with_tensors([_own(tensor, spec.device) for tensor in bound.tensors])
-                given, mine = _take_mask(session.kwargs)
+                kwargs = session.kwargs
+                if kwargs is None or bound is not kwargs:
+                    kwargs = bound.with_tensors([_own(tensor, spec.device) for tensor in bound.tensors])
+                session.kwargs = kwargs
+                given, mine = _take_mask(kwargs)
                 mask = session.column_mask(given, past, seq)
                 mask = None if mask is None else mask.to(spec.device)
                 session.length = past  # what stands behind is cropped, also when this step fails
