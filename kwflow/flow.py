@@ -199,6 +199,11 @@ class Flow:
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return wait(work, self._options.timeout, f"a call of layers {self.start}:{self.stop}")
 
+    @property
+    def pushes(self) -> bool:
+        """Whether workers hand a session's steps on to each other."""
+        return self._options.push
+
     def retry(self) -> Retry:
         """For one call or step: its routes, until its deadline."""
         return Retry(self.peers, self._options.timeout, self._options.peers_blocked)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kwflow import link
 from kwflow.axes import Axed, index_rows, join_steps, part
-from kwflow.bound import Bound
+from kwflow.bound import Bound, Span
 from kwflow.errors import WorkerFailed
 from kwflow.plan import check_outputs, request_tree
 from kwflow.prefix import NAME as PREFIX
@@ -46,6 +46,10 @@ class Step:
     @property
     def stop(self) -> int:
         return self.start + self.hidden.shape[1]
+
+    def part(self, span: Span, hidden: Tensor) -> Step:
+        """What one worker is given of a step, or of another's."""
+        return replace(self, hidden=hidden, bound=self.bound.part(None, span)[0])
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,7 @@ async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool
     for step in steps:
         hidden = step.hidden
         for stage in stages:
-            bound, _ = step.bound.part(None, stage.hop.span)
-            own = replace(step, hidden=hidden, bound=bound)
+            own = step.part(stage.hop.span, hidden)
             hidden, *_ = await stage.take(own, pool)
             if keep:
                 stage.keep(own)

@@ -21,7 +21,7 @@ from kwflow.schema import Schema
 
 FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0  # seconds until a worker that failed in this call is asked again; doubled
 MOST_ANSWERS = 3  # failures of one worker that lives and answers, in one call
-DOUBT_SECONDS = 3.0  # for another worker to be had that says whether NaN is the answer
+DOUBT_SECONDS = 10.0  # for another worker to be had that says whether NaN is the answer
 LOOK_SECONDS = 0.1  # between two looks for a route
 QUIET_SECONDS = 1.0  # a wait longer than this is said
 MARGIN = 0.03  # of the time of a call, kept to say why it failed

@@ -7,11 +7,9 @@ What each worker was given is kept here, so that others can take its place (``kw
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,15 +22,15 @@ from kwflow import link, prefix
 from kwflow.axes import Axed, describe
 from kwflow.bound import Bound, is_wrapped
 from kwflow.captures import Capture, pick
-from kwflow.errors import CallerError, DeadlineError, KwargError, SessionError, ShapeError, WorkerFailed
+from kwflow.errors import DeadlineError, KwargError, SessionError, ShapeError
 from kwflow.flow import Flow, check_hidden, token_ids
-from kwflow.plan import any_nan, bind, wait
+from kwflow.plan import bind, wait
 from kwflow.positions import Columns, from_the_end, token_position
-from kwflow.replay import Handed, Replay, Stage, Step, merged, replay
-from kwflow.retry import Hop, Retry, differs, lacks
+from kwflow.replay import Replay, Step
+from kwflow.retry import Hop
+from kwflow.stages import Stages, free
 
 MODES = ("stepwise", "merged")
-LATE_SECONDS = 1.0  # after a worker's reply, until its output must have reached the next one
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +53,6 @@ class Session:
         if replay not in MODES:
             raise KwargError(f"replay is {replay!r:.40}; a session repeats its steps {' or '.join(map(repr, MODES))}")
         self.flow, self.max_length, self.mode = flow, max_length, replay
-        self.replays: list[Replay] = []
         self.position = self.prefix = 0
         self.batch: int | None = None
         self.closed = False
@@ -66,13 +63,11 @@ class Session:
         self._four_d: int | None = None  # the column where the first 4-D mask came
         self._reorders: list[tuple[int, list[int]]] = []  # not yet on every worker
         self._reorder_count = 0
-        self._stages: list[Stage] = []
-        self._pushes, self._push_lost = 0, False  # steps that workers handed on; it does not work here
-        self._nan = False  # NaN was tried on another worker, which said the same
+        self._stages: Stages | None = None  # its workers, from the first step on
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()  # which follow its rows and columns
         self._running: concurrent.futures.Future[list[Tensor]] | None = None
         self._turn = threading.Lock()
-        self._freed = weakref.finalize(self, _free, self._stages)
+        self._freed: Callable[[], object] = lambda: None
 
     def step(
         self, hidden: Tensor, *, phase: str | None = None, prompt_length: int | Tensor | None = None, **kwargs: Any
@@ -104,9 +99,7 @@ class Session:
         with self._turn:
             self._ready(hidden)
             timeout = self.flow._options.timeout
-            if not self._stages:
-                hops = wait(self.flow.retry().route(*self.flow.span), timeout, "a step")
-                self._stages += [Stage(hop, self.max_length) for hop in hops]
+            stages = self._stages or self._opened(timeout)
             capture = kwargs.get("capture")
             if isinstance(capture, Capture):
                 capture.belong(self)
@@ -114,7 +107,8 @@ class Session:
             if hidden.numel() == 0:
                 return hidden.clone()
             self._settle(timeout)
-            self._running = link.submit(self._send(hidden.detach().clone(), bound))
+            step = Step(self.position, hidden.detach().clone(), bound, tuple(self._reorders))
+            self._running = link.submit(stages.step(step, self.flow))
             try:  # an interrupt leaves it running; the next step waits for it
                 out, *captured = self._running.result(timeout)
             except TimeoutError as error:
@@ -134,6 +128,11 @@ class Session:
                 self._captures.add(capture)
                 capture.take(pick(capture.at, columns), captured, self.batch)
             return out.to(hidden.device)
+
+    @property
+    def replays(self) -> list[Replay]:
+        """Which workers were replaced in the middle of this session, by whom, and how."""
+        return [] if self._stages is None else self._stages.replays
 
     def inputs(self, ids: Tensor | Sequence[str] | str | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Embed the next token ids (batch, seq): positions go on from each row's last token."""
@@ -176,8 +175,8 @@ class Session:
         if type(position) is not int or not 0 <= position <= self.position:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
         with self._turn:
-            forgotten = [stage.forget(position) for stage in self._stages]  # the same of all
-            self._reorders = [*(forgotten[0] if forgotten else ()), *self._reorders] if position else []
+            forgotten = [] if self._stages is None else self._stages.forget(position)
+            self._reorders = [*forgotten, *self._reorders] if position else []
             self.position, self.prefix = position, self.prefix if position else 0
             self._prompt_columns = min(self._prompt_columns, position)
             self._end_was = self._end_was if position else None
@@ -205,6 +204,16 @@ class Session:
         return f"Session({self.flow.ends.name}, layers {self.flow.start}:{self.flow.stop}, {state}, batch {self.batch})"
 
     # ---- one step
+
+    def _opened(self, timeout: float) -> Stages:
+        hops = wait(self.flow.retry().route(*self.flow.span), timeout, "a step")
+        self._stages = Stages(hops, self.max_length, self.mode, self.flow.peers.pool)
+        self._freed = weakref.finalize(self, free, self._stages.stages)
+        return self._stages
+
+    @property
+    def _hops(self) -> list[Hop]:
+        return [] if self._stages is None else self._stages.hops
 
     def _ready(self, hidden: Tensor) -> None:
         if self.closed:
@@ -244,12 +253,12 @@ class Session:
         if positions is None and self._positions is not None:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
         sizes = {"batch": batch, "seq": seq, "key": stop}
-        called = bind(self._route(), self.flow.span, {"attention_mask": mask, "position_ids": positions}, sizes)
+        called = bind(self._hops, self.flow.span, {"attention_mask": mask, "position_ids": positions}, sizes)
         remembered, sent = self._columns_of_mask(called, batch, start, stop)
         columns = self._columns(remembered, start, stop, repeats, prompt, prompt_length)
         if prompt is not None:
             self._check_end(start, prompt)
-        bound = bind(self._route(), self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
+        bound = bind(self._hops, self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
         ahead = self._ahead(bound, start, stop)
         if positions is not None:
             own = None if remembered is None else remembered[:, start:]
@@ -341,180 +350,6 @@ class Session:
             running, self._running = self._running, None
             concurrent.futures.wait([running], timeout)
 
-    def _route(self) -> list[Hop]:
-        return [stage.hop for stage in self._stages]
-
-    async def _send(self, hidden: Tensor, bound: Bound) -> list[Tensor]:
-        """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
-        retry, pool = self.flow.retry(), self.flow.peers.pool
-        if self._may_push() and (found := await self._push(hidden, bound, retry)) is not None:
-            return found
-        captured, taken = list[Tensor](), list[Step]()
-        while len(taken) < len(self._stages):
-            number = len(taken)
-            stage = self._stages[number]
-            step = Step(self.position, hidden, bound.part(None, stage.hop.span)[0], tuple(self._reorders))
-            try:
-                outputs = await stage.take(step, pool)
-            except WorkerFailed as error:
-                await self._replace(number, error, retry, step)
-                continue
-            if not self._nan and any_nan(outputs) and not any_nan([hidden, *step.bound.tensors]):
-                if await self._doubt(number, retry, step):
-                    continue
-            hidden, *more = outputs
-            captured += more
-            taken.append(step)
-        for stage, step in zip(self._stages, taken, strict=True):
-            stage.keep(step)
-        return [hidden, *captured]
-
-    def _may_push(self) -> bool:
-        """Whether workers can hand this step on: all know the session, and none was lost."""
-        if not self.flow._options.push or self._push_lost or len(self._stages) < 2:
-            return False
-        return all(stage.steps and not stage.closed and "push" in stage.hop.hello["features"] for stage in self._stages)
-
-    async def _push(self, hidden: Tensor, bound: Bound, retry: Retry) -> list[Tensor] | None:
-        """Take a step that each worker hands on to the next. None if a worker failed: then it is taken again, as usual.
-
-        Every worker gets its kwargs at once; each output comes here too, for what would have to be repeated.
-        """
-        self._pushes += 1
-        pool, stages = self.flow.peers.pool, self._stages
-        steps = [Step(self.position, hidden, bound.part(None, s.hop.span)[0], tuple(self._reorders)) for s in stages]
-        tasks: list[asyncio.Task[list[Tensor]]] = []
-        for number, (stage, step) in enumerate(zip(stages, steps, strict=True)):
-            to = stages[number + 1] if number + 1 < len(stages) else None
-            handed = Handed(self._pushes, number == 0, to, retry.left)
-            tasks.append(asyncio.create_task(stage.take(step, pool, handed)))
-        outputs: list[list[Tensor]] = []
-        try:
-            for number, task in enumerate(tasks):
-                if number:
-                    await self._bring_if_late(stages[number], task, outputs[-1][0])
-                outputs.append(await task)
-        except BaseException as error:
-            await self._give_up(tasks)
-            if isinstance(error, WorkerFailed):
-                return None
-            raise
-        if not self._nan and any(any_nan(found) for found in outputs):
-            return None
-        entering = [hidden, *(found[0] for found in outputs)]
-        for stage, step, own in zip(stages, steps, entering, strict=False):
-            stage.keep(replace(step, hidden=own))
-        return [outputs[-1][0], *(capture for found in outputs for capture in found[1:])]
-
-    async def _bring_if_late(self, stage: Stage, task: asyncio.Task[list[Tensor]], hidden: Tensor) -> None:
-        """Bring a worker what should have been handed on to it; where it was lost, no more is handed on.
-
-        Raises WorkerFailed if that fails too.
-        """
-        done, _ = await asyncio.wait([task], timeout=LATE_SECONDS)
-        if done:
-            return
-        bringing = asyncio.create_task(stage.bring(self._pushes, hidden, self.flow.peers.pool))
-        try:
-            await asyncio.wait([task, bringing], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and bringing.result():
-                self._push_lost = True
-                log.warning("workers cannot hand steps on to %s: they go through this client", stage.hop.peer[-8:])
-        finally:
-            bringing.cancel()
-            await asyncio.gather(bringing, return_exceptions=True)
-
-    async def _give_up(self, tasks: Sequence[asyncio.Task[list[Tensor]]]) -> None:
-        """Tell workers that wait for a step that it will not come; leave nothing running."""
-        waiting = [stage for stage, task in zip(self._stages, tasks, strict=True) if not task.done()]
-        telling = [asyncio.create_task(stage.bring(self._pushes, None, self.flow.peers.pool)) for stage in waiting]
-        await asyncio.wait([*tasks, *telling], timeout=LATE_SECONDS)
-        for task in (*tasks, *telling):
-            task.cancel()
-        await asyncio.gather(*tasks, *telling, return_exceptions=True)
-
-    async def _replace(self, number: int, error: WorkerFailed, retry: Retry, step: Step) -> None:
-        """Rebuild one worker's keys and values on others, or on itself if this side closed its channel."""
-        old, began = self._stages[number], time.monotonic()
-        if not old.given_up:
-            retry.failed(error)
-        await old.aclose()
-        steps = self._history(old)
-        while True:
-            hops = (
-                [old.hop]
-                if old.given_up
-                else await retry.route(*old.hop.span, like=old.hop, misfit=self._misfit(old, step))
-            )
-            old.given_up = False
-            try:
-                new = await self._rebuilt(steps, hops, retry)
-            except WorkerFailed as failure:
-                retry.failed(failure)
-                continue
-            break
-        self._stages[number : number + 1] = new
-        if hops != [old.hop]:
-            self._note(old, str(error), hops, len(steps), time.monotonic() - began)
-
-    async def _rebuilt(self, steps: Sequence[Step], hops: Sequence[Hop], retry: Retry) -> list[Stage]:
-        new = [Stage(hop, self.max_length) for hop in hops]
-        try:
-            await replay(steps, new, self.flow.peers.pool)
-        except BaseException as error:
-            for stage in new:
-                await stage.aclose()
-            if isinstance(error, CallerError):  # the worker before took these steps: it is not the caller's fault
-                raise WorkerFailed(f"cannot repeat the session's steps: {error}", peer=hops[-1].peer) from error
-            raise
-        return new
-
-    async def _doubt(self, number: int, retry: Retry, step: Step) -> bool:
-        """NaN from input without any: whether another worker says otherwise, and then takes this one's place."""
-        self._nan = True
-        old, began, pool = self._stages[number], time.monotonic(), self.flow.peers.pool
-        steps = self._history(old)
-        while others := await retry.others(old.hop, self._misfit(old, step)):
-            try:
-                new = await self._rebuilt(steps, others, retry)
-                (hidden,) = await replay([step], new, pool, keep=False)
-            except WorkerFailed as error:
-                retry.failed(error)
-                continue
-            if any_nan([hidden]):
-                for stage in new:
-                    await stage.aclose()
-                break
-            by = ", ".join(other.peer[-8:] for other in others)
-            said = WorkerFailed(f"NaN where {by} has none", peer=old.hop.peer, span=old.hop.span)
-            retry.failed(said)
-            await old.aclose()
-            self._stages[number : number + 1] = new
-            self._nan = False
-            self._note(old, str(said), others, len(steps), time.monotonic() - began)
-            return True
-        return False
-
-    def _history(self, stage: Stage) -> list[Step]:
-        """The steps that would bring another worker to where this one is."""
-        if self.mode == "merged":
-            return merged(stage.steps, self.position)
-        return stage.steps
-
-    def _misfit(self, old: Stage, step: Step) -> Callable[[Hop], str | None]:
-        def misfit(hop: Hop) -> str | None:
-            steps = [*old.steps, step]
-            return next((said for one in steps if (said := lacks(hop, old.hop, one.bound, 0))), None)
-
-        return misfit
-
-    def _note(self, old: Stage, reason: str, hops: Sequence[Hop], steps: int, seconds: float) -> None:
-        bitwise = (self.mode == "stepwise" or not steps) and not any(differs(hop, old.hop) for hop in hops)
-        by = tuple((hop.peer, hop.start, hop.stop) for hop in hops)
-        told = Replay(old.hop.span, self.position, old.hop.peer, reason, by, steps, self.mode, bitwise, seconds)
-        self.replays.append(told)
-        log.info("session: %s", told)
-
 
 def _on_cpu(value: Any) -> Any:
     """Masks and positions are looked at and remembered on the CPU, wherever hidden is."""
@@ -538,9 +373,3 @@ def _prompt_tokens(given: Any, rows: int | None) -> Tensor:
 def _are_columns(positions: Tensor, start: int) -> bool:
     """Whether position_ids are the columns' own numbers, so that nothing need be said of them."""
     return bool((positions == torch.arange(start, start + positions.shape[1])).all())
-
-
-def _free(stages: list[Stage]) -> None:
-    """Close a session's channels, which frees its keys and values there."""
-    while stages:
-        link.submit(stages.pop().aclose())

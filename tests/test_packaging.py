@@ -37,7 +37,7 @@ PARTS = {
         *("blocks", "positions", "patterns", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
         *("schema", "bound", "kwargs", "derive"),
     ],
-    "client": ["retry", "plan", "flow", "replay", "session"],
+    "client": ["retry", "plan", "flow", "replay", "stages", "session"],
     "research": ["verify", "vectors", "steering", "adapters", "adapter_kinds", "peft_files", "folding", "sweep"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),

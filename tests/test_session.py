@@ -477,7 +477,7 @@ def test_after_a_step_that_failed_all_is_sent_again() -> None:
     remote, hidden, v = make_flow("llama", TWO), random(B, 3, D), random(D, seed=1)
     with Requests(remote) as requests, remote.session(3) as session:
         session.step(hidden[:, :1], steer={0: v, 3: v})
-        second = session._stages[1]
+        second = session._stages.stages[1]
         second.hop = replace(second.hop, start=1)  # the second worker does not serve it
         with pytest.raises(SpanError):
             session.step(hidden[:, 1:2], steer={0: v, 3: v})

@@ -350,7 +350,7 @@ def test_an_interrupt_blames_nobody_and_the_step_can_be_taken_again() -> None:
     swarm = swarm_of(SPLITS["another like it"])
     with swarm.flow.session(16) as session:
         got = [session.step(x)]
-        stage = session._stages[1]
+        stage = session._stages.stages[1]
         assert stage.channel is not None
         stage.channel.closed = stage.given_up = True  # as a cancelled request leaves a stream
         got.append(session.step(x))
@@ -461,7 +461,7 @@ def test_what_is_lost_between_workers_goes_through_the_client(caplog: pytest.Log
     with swarm.flow.session(16) as session:
         for want in expected:
             assert torch.equal(session.step(x), want)
-        assert session._push_lost and not session.replays
+        assert session._stages.push_lost and not session.replays
     assert "cannot hand steps on" in caplog.text
 
 

@@ -1,0 +1,229 @@
+"""The workers of one session: a step goes through all of them, and others take the place of those that fail.
+
+    Session --Step--> Stages.step --> Stage.take (one worker) ...
+
+A step goes from worker to worker directly where they can hand it on, else through this client. On failure a worker's
+steps are repeated on others (``kwflow.replay``), as ``mode`` says. Runs on the network thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from kwflow import link
+from kwflow.errors import CallerError, WorkerFailed
+from kwflow.flow import Flow
+from kwflow.plan import any_nan
+from kwflow.replay import Handed, Reorder, Replay, Stage, Step, merged, replay
+from kwflow.retry import Hop, Misfit, Retry, differs, lacks
+
+LATE_SECONDS = 1.0  # after a worker's reply, until its output must have reached the next one
+
+log = logging.getLogger(__name__)
+
+
+class Stages:
+    """``stages``: one worker each, in the order of their layers; ``replays``: what took whose place."""
+
+    def __init__(self, hops: Sequence[Hop], max_length: int, mode: str, pool: link.Pool):
+        self.stages = [Stage(hop, max_length) for hop in hops]
+        self.max_length, self.mode, self.pool = max_length, mode, pool
+        self.replays: list[Replay] = []
+        self.push_lost = False  # workers cannot reach each other here
+        self._pushes = 0  # steps that were to be handed on
+        self._nan = False  # NaN was tried on other workers, which said the same
+
+    @property
+    def hops(self) -> list[Hop]:
+        return [stage.hop for stage in self.stages]
+
+    def forget(self, position: int) -> list[Reorder]:
+        """Forget the columns from one on; the reorders that came after it, which stay."""
+        return [stage.forget(position) for stage in self.stages][0]
+
+    async def step(self, step: Step, flow: Flow) -> list[Tensor]:
+        """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
+        retry, pool = flow.retry(), self.pool
+        if self._may_push(flow) and (found := await self._push(step, retry)) is not None:
+            return found
+        hidden = step.hidden
+        captured, taken = list[Tensor](), list[Step]()
+        while len(taken) < len(self.stages):
+            number = len(taken)
+            stage = self.stages[number]
+            own = step.part(stage.hop.span, hidden)
+            try:
+                outputs = await stage.take(own, pool)
+            except WorkerFailed as error:
+                await self._replace(number, error, retry, own)
+                continue
+            if not self._nan and any_nan(outputs) and not any_nan([hidden, *own.bound.tensors]):
+                if await self._doubt(number, retry, own):
+                    continue
+            hidden, *more = outputs
+            captured += more
+            taken.append(own)
+        for stage, own in zip(self.stages, taken, strict=True):
+            stage.keep(own)
+        return [hidden, *captured]
+
+    def _may_push(self, flow: Flow) -> bool:
+        """Whether workers can hand this step on: all know the session, and none was lost."""
+        if not flow.pushes or self.push_lost or len(self.stages) < 2:
+            return False
+        return all(stage.steps and not stage.closed and "push" in stage.hop.hello["features"] for stage in self.stages)
+
+    async def _push(self, step: Step, retry: Retry) -> list[Tensor] | None:
+        """Take a step that each worker hands on to the next. None if a worker failed: then it is taken again, as usual.
+
+        Every worker gets its kwargs at once; each output comes here too, for what would have to be repeated.
+        """
+        self._pushes += 1
+        stages = self.stages
+        steps = [step.part(stage.hop.span, step.hidden) for stage in stages]
+        tasks: list[asyncio.Task[list[Tensor]]] = []
+        for number, (stage, own) in enumerate(zip(stages, steps, strict=True)):
+            to = stages[number + 1] if number + 1 < len(stages) else None
+            handed = Handed(self._pushes, number == 0, to, retry.left)
+            tasks.append(asyncio.create_task(stage.take(own, self.pool, handed)))
+        outputs: list[list[Tensor]] = []
+        try:
+            for number, task in enumerate(tasks):
+                if number:
+                    await self._bring_if_late(stages[number], task, outputs[-1][0])
+                outputs.append(await task)
+        except BaseException as error:
+            await self._give_up(tasks)
+            if isinstance(error, WorkerFailed):
+                return None
+            raise
+        if not self._nan and any(any_nan(found) for found in outputs):
+            return None
+        entering = [step.hidden, *(found[0] for found in outputs)]
+        for stage, own, hidden in zip(stages, steps, entering, strict=False):
+            stage.keep(replace(own, hidden=hidden))
+        return [outputs[-1][0], *(capture for found in outputs for capture in found[1:])]
+
+    async def _bring_if_late(self, stage: Stage, task: asyncio.Task[list[Tensor]], hidden: Tensor) -> None:
+        """Bring a worker what should have been handed on to it; where it was lost, no more is handed on.
+
+        Raises WorkerFailed if that fails too.
+        """
+        done, _ = await asyncio.wait([task], timeout=LATE_SECONDS)
+        if done:
+            return
+        bringing = asyncio.create_task(stage.bring(self._pushes, hidden, self.pool))
+        try:
+            await asyncio.wait([task, bringing], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and bringing.result():
+                self.push_lost = True
+                log.warning("workers cannot hand steps on to %s: they go through this client", stage.hop.peer[-8:])
+        finally:
+            bringing.cancel()
+            await asyncio.gather(bringing, return_exceptions=True)
+
+    async def _give_up(self, tasks: Sequence[asyncio.Task[list[Tensor]]]) -> None:
+        """Tell workers that wait for a step that it will not come; leave nothing running."""
+        waiting = [stage for stage, task in zip(self.stages, tasks, strict=True) if not task.done()]
+        telling = [asyncio.create_task(stage.bring(self._pushes, None, self.pool)) for stage in waiting]
+        await asyncio.wait([*tasks, *telling], timeout=LATE_SECONDS)
+        for task in (*tasks, *telling):
+            task.cancel()
+        await asyncio.gather(*tasks, *telling, return_exceptions=True)
+
+    async def _replace(self, number: int, error: WorkerFailed, retry: Retry, step: Step) -> None:
+        """Rebuild one worker's keys and values on others, or on itself if this side closed its channel."""
+        old, began = self.stages[number], time.monotonic()
+        if not old.given_up:
+            retry.failed(error)
+        await old.aclose()
+        steps = self._history(old, step.start)
+        while True:
+            hops = [old.hop]
+            if not old.given_up:
+                hops = await retry.route(*old.hop.span, like=old.hop, misfit=_misfit(old, step))
+            old.given_up = False
+            try:
+                new = await self._rebuilt(steps, hops)
+            except WorkerFailed as failure:
+                retry.failed(failure)
+                continue
+            break
+        self.stages[number : number + 1] = new
+        if hops != [old.hop]:
+            self._note(old, step, str(error), hops, len(steps), time.monotonic() - began)
+
+    async def _rebuilt(self, steps: Sequence[Step], hops: Sequence[Hop]) -> list[Stage]:
+        new = [Stage(hop, self.max_length) for hop in hops]
+        try:
+            await replay(steps, new, self.pool)
+        except BaseException as error:
+            await close(new)
+            if isinstance(error, CallerError):  # the worker before took these steps: it is not the caller's fault
+                raise WorkerFailed(f"cannot repeat the session's steps: {error}", peer=hops[-1].peer) from error
+            raise
+        return new
+
+    async def _doubt(self, number: int, retry: Retry, step: Step) -> bool:
+        """NaN from input without any: whether another worker says otherwise, and then takes this one's place."""
+        self._nan = True
+        old, began = self.stages[number], time.monotonic()
+        steps = self._history(old, step.start)
+        while others := await retry.others(old.hop, _misfit(old, step)):
+            new = list[Stage]()
+            try:
+                new = await self._rebuilt(steps, others)
+                (hidden,) = await replay([step], new, self.pool, keep=False)
+            except WorkerFailed as error:
+                retry.failed(error)
+                await close(new)
+                continue
+            if any_nan([hidden]):
+                await close(new)
+                break
+            by = ", ".join(other.peer[-8:] for other in others)
+            said = WorkerFailed(f"NaN where {by} has none", peer=old.hop.peer, span=old.hop.span)
+            retry.failed(said)
+            await old.aclose()
+            self.stages[number : number + 1] = new
+            self._nan = False
+            self._note(old, step, str(said), others, len(steps), time.monotonic() - began)
+            return True
+        return False
+
+    def _history(self, stage: Stage, position: int) -> list[Step]:
+        """The steps that would bring another worker to where this one is."""
+        return merged(stage.steps, position) if self.mode == "merged" else list(stage.steps)
+
+    def _note(self, old: Stage, step: Step, reason: str, hops: Sequence[Hop], steps: int, seconds: float) -> None:
+        bitwise = (self.mode == "stepwise" or not steps) and not any(differs(hop, old.hop) for hop in hops)
+        by = tuple((hop.peer, hop.start, hop.stop) for hop in hops)
+        told = Replay(old.hop.span, step.start, old.hop.peer, reason, by, steps, self.mode, bitwise, seconds)
+        self.replays.append(told)
+        log.info("session: %s", told)
+
+
+def _misfit(old: Stage, step: Step) -> Misfit:
+    """What speaks against a worker that would have to repeat another's steps, and then take this one."""
+
+    def misfit(hop: Hop) -> str | None:
+        return next((said for one in (*old.steps, step) if (said := lacks(hop, old.hop, one.bound, 0))), None)
+
+    return misfit
+
+
+async def close(stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        await stage.aclose()
+
+
+def free(stages: list[Stage]) -> None:
+    """Close the channels of a session that nobody has any more, which frees its keys and values there."""
+    while stages:
+        link.submit(stages.pop().aclose())
