@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kwflow import link
+from kwflow.ask import Options, wait
 from kwflow.axes import Axed, describe
 from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
 from kwflow.kwargs import in_all
-from kwflow.plan import Estimate, Options, Plan, PlanCall, bind, wait
+from kwflow.plan import Estimate, Plan, PlanCall, bind
 from kwflow.positions import Columns
 from kwflow.retry import Hop, Peers, Retry
 from kwflow.schema import Spec

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from kwflow import link
+from kwflow.ask import check_outputs, request_tree
 from kwflow.axes import Axed, index_rows, join_steps, part
 from kwflow.bound import Bound, Span
 from kwflow.errors import WorkerFailed
-from kwflow.plan import check_outputs, request_tree
 from kwflow.prefix import NAME as PREFIX
 from kwflow.prefix import length as prefix_length
 from kwflow.retry import Hop

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from kwflow import link, prefix
+from kwflow.ask import wait
 from kwflow.axes import Axed, describe
 from kwflow.bound import Bound, is_wrapped
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, SessionError, ShapeError
 from kwflow.flow import Flow, check_hidden, token_ids
-from kwflow.plan import bind, wait
+from kwflow.plan import bind
 from kwflow.positions import Columns, from_the_end, token_position
 from kwflow.replay import Replay, Step
 from kwflow.retry import Hop

@@ -17,9 +17,9 @@ from dataclasses import replace
 from torch import Tensor
 
 from kwflow import link
+from kwflow.ask import any_nan
 from kwflow.errors import CallerError, WorkerFailed
 from kwflow.flow import Flow
-from kwflow.plan import any_nan
 from kwflow.replay import Handed, Reorder, Replay, Stage, Step, merged, replay
 from kwflow.retry import Hop, Misfit, Retry, differs, lacks
 

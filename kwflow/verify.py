@@ -21,7 +21,8 @@ from kwflow.axes import Axed
 from kwflow.bound import Span
 from kwflow.errors import KwflowError, SpanError
 from kwflow.flow import Flow
-from kwflow.plan import Hop, Plan
+from kwflow.plan import Plan
+from kwflow.retry import Hop
 
 NOISE_FALLS_BY = 1e4  # fp32 to fp64 lowers rounding by 2^29; a bug stays
 

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 import kwflow as kf
 from benchmarks import gpu
+from kwflow.ask import to_devices
 from kwflow.blocks import SpanSpec, with_block_fn
 from kwflow.connect import in_process
 from kwflow.errors import BlockError, DeadlineError, KwargError, ModelError, NoRoute, WorkerFailed
 from kwflow.flow import Flow
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span, resolve_device
-from kwflow.plan import to_devices
 from kwflow.swarm import worker
 from kwflow.swarm.local import local_swarm
 from kwflow.swarm.worker import Served

@@ -37,7 +37,7 @@ PARTS = {
         *("blocks", "positions", "patterns", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
         *("schema", "bound", "kwargs", "derive"),
     ],
-    "client": ["retry", "plan", "flow", "replay", "stages", "session"],
+    "client": ["retry", "ask", "plan", "flow", "replay", "stages", "session"],
     "research": ["verify", "vectors", "steering", "adapters", "adapter_kinds", "peft_files", "folding", "sweep"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
@@ -47,7 +47,15 @@ PARTS = {
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
-        *("swarm.routing", "swarm.placement", "swarm.hello", "swarm.worker", "swarm.push"),
+        *(
+            "swarm.routing",
+            "swarm.placement",
+            "swarm.hello",
+            "swarm.worker",
+            "swarm.compute",
+            "swarm.requests",
+            "swarm.push",
+        ),
         *("swarm.faults", "swarm.fault_scripts", "swarm.faulty", "swarm.late"),
     ],
     # these put the parts together

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from kwflow.ask import Options
 from kwflow.errors import KwargError, UnknownKwarg, did_you_mean
 from kwflow.flow import Flow
 from kwflow.models.checkpoint import find_model
@@ -21,7 +22,6 @@ from kwflow.models.ends import ModelEnds, classifier, shared
 from kwflow.models.generation import Generates
 from kwflow.models.spans import model_name, read_config
 from kwflow.models.tuning import Prefixed, add_prompts, load_tuned, prefixed, read_tuned
-from kwflow.plan import Options
 
 # NOTE [head] SmolLM2's head on such a CPU (AVX2, one thread, torch 2.13), bfloat16 against float32: one token forward
 # 0.4 to 0.8 of the time, 64 tokens 2.5 to 3.7 times, 64 tokens with their gradient 42 times (22 s against 0.5 s). Such

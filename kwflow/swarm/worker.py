@@ -7,15 +7,8 @@ the rest; a priority queue between them lets a decode step pass a long backward.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import itertools
 import logging
-import queue
-import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +16,6 @@ import torch
 from torch import Tensor
 
 from kwflow import __version__
-from kwflow.axes import describe
 from kwflow.blocks import SpanSpec, out_of_memory, precision, run, upcast
 from kwflow.bound import Bound
 from kwflow.derive import evaluate
@@ -33,7 +25,6 @@ from kwflow.errors import (
     KwargError,
     KwflowError,
     SessionError,
-    ShapeError,
     SpanError,
     UnsupportedError,
     WorkerFailed,
@@ -43,74 +34,29 @@ from kwflow.errors import (
 from kwflow.kv import KV
 from kwflow.kwargs import check_bound
 from kwflow.prefix import length
+from kwflow.swarm.compute import BACKWARD, DECODE, FORWARD, PREFILL, Compute
 from kwflow.swarm.hello import features, hello
 from kwflow.swarm.push import Inbox, Neighbour
+from kwflow.swarm.requests import (
+    MAX_ORDER,
+    check_hidden,
+    key_size,
+    own,
+    read,
+    read_count,
+    read_operations,
+    read_reorders,
+    sizes_of,
+    take_mask,
+    unmapped,
+)
 from kwflow.wire import Message
 
-DECODE, PREFILL, FORWARD, BACKWARD = range(4)  # priorities: the lowest number goes first
-
-MAX_ORDER, MAX_OPERATIONS = 4, 8  # derivatives, and operations in all, of one request
-MAX_REORDERS = 256  # of one step
 MAX_NAME = 64
 
 DEFAULT_KV_BYTES = 2 << 30
 
 log = logging.getLogger(__name__)
-
-
-class Compute:
-    """One thread that runs tensor work by priority, first come first served within one."""
-
-    def __init__(self) -> None:
-        # OpenMP keeps the number of threads by thread: this one's is fixed here, whatever others set later
-        self.threads = torch.get_num_threads()
-        self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
-        self._number = itertools.count()
-        self._thread = threading.Thread(target=self._serve, name="kwflow-compute", daemon=True)
-        self._thread.start()
-        if not _running:
-            atexit.register(_finish)
-        _running.add(self)
-
-    async def __call__(self, priority: int, work: Callable[[], Any]) -> tuple[Any, float, float]:
-        """Run ``work`` on the compute thread: its result, seconds queued, seconds computing."""
-        future: Future[tuple[Any, float, float]] = Future()
-        self._queue.put((priority, next(self._number), (work, future, time.perf_counter())))
-        return await asyncio.wrap_future(future)
-
-    def _serve(self) -> None:
-        torch.set_num_threads(self.threads)
-        while True:
-            _, _, job = self._queue.get()
-            if job is None:
-                return
-            work, future, queued = job
-            if not future.set_running_or_notify_cancel():
-                continue
-            began = time.perf_counter()
-            try:
-                result = work()
-            except BaseException as error:  # noqa: BLE001  handed to whoever awaits the future
-                if not isinstance(error, Exception) or isinstance(error, StopIteration):  # a future cannot carry those
-                    error = RuntimeError(f"{type(error).__name__}: {error}")
-                future.set_exception(error)
-            else:
-                future.set_result((result, began - queued, time.perf_counter() - began))
-            del work, future, job
-
-    def stop(self) -> None:
-        self._queue.put((-1, next(self._number), None))
-
-
-_running: weakref.WeakSet[Compute] = weakref.WeakSet()
-
-
-def _finish() -> None:
-    """At exit: a thread that is still freeing tensors when the interpreter ends would abort the process."""
-    for compute in list(_running):
-        compute.stop()
-    for compute in list(_running):
-        compute._thread.join(2.0)
 
 
 @dataclass
@@ -236,12 +182,12 @@ class ClientConnection:
     async def _run(self, request: Message) -> Message:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
-        operations = _operations(meta.get("ops", []))
-        hidden, bound, given = _read(request.tree, (start, stop))
+        operations = read_operations(meta.get("ops", []))
+        hidden, bound, given = read(request.tree, (start, stop))
         tensors = [hidden, *bound.tensors, *given]
-        one, *leaves = _unmapped(operations, tensors, bound)
+        one, *leaves = unmapped(operations, tensors, bound)
         check_hidden(one, spec)
-        check_bound(bound.with_tensors(leaves), spec.schema, _sizes(one))
+        check_bound(bound.with_tensors(leaves), spec.schema, sizes_of(one))
         self._limit(hidden)
         dtype = self._dtype(meta)
         blocks = spec.part(start, stop)
@@ -279,13 +225,13 @@ class ClientConnection:
         start, stop = self._span(meta)
         tree = request.tree if meta.get("from") is None else await self._brought(request)
         held = self.session and self.session.kwargs
-        hidden, bound, _ = _read(tree, (start, stop), held)
+        hidden, bound, _ = read(tree, (start, stop), held)
         check_hidden(hidden, spec)
-        past, seq = _count(meta, "start"), hidden.shape[1]
-        reorders = _reorders(meta.get("reorder", []), hidden.shape[0])
+        past, seq = read_count(meta, "start"), hidden.shape[1]
+        reorders = read_reorders(meta.get("reorder", []), hidden.shape[0])
         known = bound is held and bound.fixed and self.session is not None and hidden.shape[0] == self.session.batch
         if not known:
-            check_bound(bound, spec.schema, {**_sizes(hidden), "key": _key_size(bound, past, seq)})
+            check_bound(bound, spec.schema, {**sizes_of(hidden), "key": key_size(bound, past, seq)})
         ahead = length(bound)
         if ahead and past:
             raise SessionError(f"prefix_kv stands before column 0, the step starts at {past}")
@@ -308,9 +254,9 @@ class ClientConnection:
                         session.reordered = number
                 kwargs = session.kwargs
                 if kwargs is None or bound is not kwargs:
-                    kwargs = bound.with_tensors([_own(tensor, spec.device) for tensor in bound.tensors])
+                    kwargs = bound.with_tensors([own(tensor, spec.device) for tensor in bound.tensors])
                 session.kwargs = kwargs
-                given, mine = _take_mask(kwargs)
+                given, mine = take_mask(kwargs)
                 mask = session.column_mask(given, past, seq)
                 mask = None if mask is None else mask.to(spec.device)
                 session.length = past  # what stands behind is cropped, also when this step fails
@@ -324,7 +270,7 @@ class ClientConnection:
 
         outputs, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
         if "hand" in meta:
-            self.served.hand_on(session, _count(meta, "hand"), outputs[0])
+            self.served.hand_on(session, read_count(meta, "hand"), outputs[0])
         return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, outputs)
 
     async def _brought(self, request: Message) -> dict[str, Any]:
@@ -334,7 +280,7 @@ class ClientConnection:
             raise WorkerFailed("this worker holds no session that a step could be handed on to")
         if not isinstance(wait, int | float) or not 0 <= wait:
             raise KwargError(f"a step that is handed on says how many seconds to wait, got {wait!r:.40}")
-        hidden = await session.inbox.take(_count(meta, "from"), wait)
+        hidden = await session.inbox.take(read_count(meta, "from"), wait)
         return {**(request.tree if isinstance(request.tree, dict) else {}), "hidden": hidden}
 
     async def _push(self, request: Message) -> Message:
@@ -342,7 +288,7 @@ class ClientConnection:
         inbox, hidden = self.served.inboxes.get(str(request.meta.get("session"))), request.tree
         if hidden is not None and not isinstance(hidden, Tensor):
             raise KwargError("what is handed on is one tensor")
-        return Message({"taken": inbox is not None and inbox.put(_count(request.meta, "step"), hidden)})
+        return Message({"taken": inbox is not None and inbox.put(read_count(request.meta, "step"), hidden)})
 
     def _hold(self, session: Session, bound: Bound) -> None:
         """Count a step's kwargs, which stay until the next one, in the room for keys and values."""
@@ -361,7 +307,7 @@ class ClientConnection:
         if self.session is None:
             if meta["start"] > 0:
                 raise WorkerFailed(f"this worker holds no columns of the session, the step starts at {meta['start']}")
-            served, max_length = self.served, _count(meta, "max_length")
+            served, max_length = self.served, read_count(meta, "max_length")
             if batch < 1 or max_length < 1:
                 raise SessionError(f"a session of {batch} rows and {max_length} columns")
             size = served.kv_size(batch, max_length, stop - start)
@@ -421,105 +367,3 @@ class ClientConnection:
 def _home(result: Tensor | None) -> Tensor | None:
     """A result on the CPU, on its way into bytes: here, so that the copy is the compute thread's and is timed."""
     return None if result is None else result.cpu()
-
-
-def check_hidden(hidden: Tensor, spec: SpanSpec) -> None:
-    """Raise ShapeError or KwargError unless hidden is a float tensor (batch, seq, hidden) of the model's width."""
-    width = spec.schema.sizes["hidden"]
-    if hidden.dim() != 3 or hidden.shape[2] != width:
-        raise ShapeError(f"hidden is {describe(hidden)}; these blocks take (batch, seq, {width})")
-    if not hidden.is_floating_point():
-        raise KwargError(f"hidden is {describe(hidden)}; these blocks take floating point")
-
-
-def _sizes(hidden: Tensor) -> dict[str, int]:
-    return {"batch": hidden.shape[0], "seq": hidden.shape[1], "key": hidden.shape[1]}
-
-
-def _key_size(bound: Bound, past: int, seq: int) -> int:
-    """A 2-D mask of a step covers its own columns on the wire; a 4-D one covers all."""
-    return past + seq if any(len(leaf.axes) == 4 and leaf.what == "attention_mask" for leaf in bound.leaves) else seq
-
-
-def _take_mask(bound: Bound) -> tuple[Tensor | None, Bound]:
-    """Split a step's 2-D mask, which the session remembers, from its other kwargs."""
-    at = next((i for i, leaf in enumerate(bound.leaves) if leaf.what == "attention_mask" and len(leaf.axes) == 2), None)
-    if at is None:
-        return None, bound
-    return bound.tensors[at], bound.without("attention_mask")
-
-
-def _count(meta: Mapping[str, Any], name: str) -> int:
-    value = meta.get(name)
-    if type(value) is not int or value < 0:
-        raise KwargError(f"a step carries {name}, a number of columns, got {value!r:.40}")
-    return value
-
-
-def _own(tensor: Tensor, device: torch.device) -> Tensor:
-    """On the blocks' device, in memory that holds nothing else of the message it came in."""
-    moved = tensor.to(device)
-    return moved.clone() if moved.untyped_storage().nbytes() > moved.nbytes else moved
-
-
-def _read(tree: Any, span: tuple[int, int], held: Bound | None = None) -> tuple[Tensor, Bound, list[Tensor]]:
-    """What a request carries: hidden, kwargs, and what its operations are given; ``held``: the step before's kwargs."""
-    if not isinstance(tree, dict) or not isinstance(tree.get("hidden"), Tensor):
-        raise KwargError("a request carries hidden, a tensor, by that name")
-    given = tree.get("given", [])
-    if not isinstance(given, list) or not all(isinstance(t, Tensor) for t in given):
-        raise KwargError("what a request's operations are given is a list of tensors")
-    return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", []), held), given
-
-
-def _unmapped(operations: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor], bound: Bound) -> list[Tensor]:
-    """Hidden and the kwargs' tensors as one call has them: without the dimensions that are mapped over.
-
-    What each operation was given stands last, the last operation's at the end. Raises KwargError.
-    """
-    left = list(tensors)
-    for operation in reversed(operations):
-        dims = operation.get("vmap")
-        if dims is None:
-            extra = operation.get("given", ()) if "vjp" in operation else operation["jvp"]
-            left = left[: len(left) - (len(extra) if isinstance(extra, list) else 0)]
-            continue
-        if not isinstance(dims, list) or len(dims) != len(left):
-            raise KwargError(f"vmap of {len(left)} tensors over {dims!r:.80}")
-        for i, (dim, tensor) in enumerate(zip(dims, left, strict=True)):
-            if dim is None:
-                continue
-            if type(dim) is not int or not 0 <= dim < tensor.dim() or not tensor.shape[dim]:
-                raise KwargError(f"vmap over dimension {dim!r:.20} of {describe(tensor)}")
-            what = bound.leaves[i - 1].what if 0 < i <= len(bound.leaves) else ""
-            if what.startswith(("edit", "capture", "lora", "ia3")) and not tensor.is_floating_point():
-                raise KwargError(f"{what}: whole numbers, which say where it acts, are not mapped over")
-            left[i] = tensor.select(dim, 0)
-    if len(left) != 1 + len(bound.leaves):
-        raise KwargError(f"{len(left)} tensors for hidden and {len(bound.leaves)} of the kwargs")
-    return left
-
-
-def _reorders(said: Any, batch: int) -> list[tuple[int, list[int]]]:
-    """Beam reorders of a step: numbered, each a new order of the rows."""
-    if not isinstance(said, list) or len(said) > MAX_REORDERS:
-        raise SessionError(f"a step carries at most {MAX_REORDERS} reorders, each [number, rows]")
-    for one in said:
-        if not (isinstance(one, list) and len(one) == 2 and type(one[0]) is int and isinstance(one[1], list)):
-            raise SessionError(f"a reorder is [number, rows], got {one!r:.80}")
-        if len(one[1]) != batch or not all(type(row) is int and 0 <= row < batch for row in one[1]):
-            raise SessionError(f"reorder takes {batch} row numbers below {batch}, got {one[1]!r:.80}")
-    return [(number, rows) for number, rows in said]
-
-
-def _operations(said: Any) -> list[dict[str, Any]]:
-    known = {"vjp", "jvp", "vmap"}
-    if not isinstance(said, list) or not all(isinstance(o, dict) and len(known & o.keys()) == 1 for o in said):
-        raise UnsupportedError(f"operations {said!r:.200} are not a list of vjp, jvp and vmap")
-    orders = sum("vmap" not in operation for operation in said)
-    if orders > MAX_ORDER or len(said) > MAX_OPERATIONS:
-        raise UnsupportedError(
-            f"{orders} derivatives in {len(said)} operations; a worker nests {MAX_ORDER} in {MAX_OPERATIONS} at most, "
-            f"since each doubles the work"
-        )
-    return said
