@@ -60,7 +60,7 @@ def test_a_timeline_marks_what_was_done_and_says_who_took_over() -> None:
     times, below = figure.axes
     assert [bar.get_height() for bar in times.patches] == pytest.approx([100, 100, 2000, 100])
     assert len({bar.get_facecolor() for bar in times.patches}) == 2
-    assert "kill -9" in texts(figure) and "layers 1:3 went on as 1:3; 2 steps again, stepwise" in texts(figure)
+    assert "kill -9" in texts(figure) and "of eer-lost went to peer-new (1:3); 2 steps repeated stepwise" in texts(figure)
     assert np.array_equal(below.lines[1].get_xydata()[:, 1], values["killed"].double())
     assert all(5.5 in ax.lines[-1].get_xdata() for ax in figure.axes), "the mark goes through both"
 
@@ -96,6 +96,7 @@ def test_figures_are_clear_grey_and_leave_nothing_behind() -> None:
         (lambda: kf.notebook.heatmap(random(3, 5), random(3, 4)), ShapeError, "local (3, 4)"),
         (lambda: kf.notebook.heatmap(random(3, 5), xticks="abc"), ShapeError, "3 entries for 5"),
         (lambda: kf.notebook.timeline([0.1], marks={1: "kill"}), KwargError, "none of the columns 0:1"),
+        (lambda: kf.notebook.timeline([0.1, 0.0]), KwargError, "seconds has 0"),
         (lambda: kf.notebook.timeline([0.1], values={"a": [1.0, 2.0]}), ShapeError, "2 numbers for 1"),
         (lambda: kf.notebook.dose_response([0.0], {}), KwargError, "panels is empty"),
         (lambda: kf.notebook.dose_response([0.0], {"p": random(2, 3)}), ShapeError, "p has 2 rows for 1"),

@@ -85,6 +85,8 @@ def timeline(
     ShapeError.
     """
     took = _array(seconds, 1, "seconds")
+    if not (took > 0).all():
+        raise KwargError(f"timeline: seconds has {took.min():g}; each step takes some time")
     columns = range(first, first + len(took))
     marks = dict(marks or {})
     if outside := [column for column in marks if column not in columns]:
@@ -103,7 +105,7 @@ def timeline(
             column_of[-1].plot(columns, own, label=name, color=LINES[number % len(LINES)], **wide)
         if lines:
             column_of[-1].set_ylabel(label)
-            column_of[-1].legend(loc="lower left", ncols=len(lines))
+            column_of[-1].legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1, ncols=len(lines))
         for ax in column_of:
             for column in marks:
                 ax.axvline(column - 0.5, color=LINES[1], ls="--", lw=1.2)
@@ -119,7 +121,7 @@ def _bars(ax: Axes, columns: range, took: np.ndarray, marks: Mapping[int, str]) 
     ax.bar(columns, 1000 * took, color=colours, width=0.8)
     ax.set_yscale("log")
     ax.set_ylabel("ms per token")
-    low, high = 1000 * took[took > 0].min(initial=1.0), 1000 * took.max(initial=1e-3)
+    low, high = 1000 * took.min(), 1000 * took.max()
     ax.set_ylim(low / 2, high * 3)
     for column, what in marks.items():
         ax.annotate(what, (column - 0.4, high * 1.4), color=LINES[1], ha="left")
@@ -127,8 +129,9 @@ def _bars(ax: Axes, columns: range, took: np.ndarray, marks: Mapping[int, str]) 
 
 def _said(replay: Any) -> str:
     start, stop = replay.layers
-    by = " and ".join(f"{a}:{b}" for _, a, b in replay.by)
-    return f"column {replay.position}: layers {start}:{stop} went on as {by}; {replay.steps} steps again, {replay.mode}"
+    by = ", ".join(f"{peer[-8:]} ({a}:{b})" for peer, a, b in replay.by)
+    lost = f"column {replay.position}: layers {start}:{stop} of {replay.peer[-8:]} went to {by}"
+    return f"{lost}; {replay.steps} steps repeated {replay.mode}"
 
 
 def dose_response(strengths: Any, panels: Mapping[str, Any], *, xlabel: str = "strength") -> Figure:
