@@ -60,7 +60,8 @@ def test_a_timeline_marks_what_was_done_and_says_who_took_over() -> None:
     times, below = figure.axes
     assert [bar.get_height() for bar in times.patches] == pytest.approx([100, 100, 2000, 100])
     assert len({bar.get_facecolor() for bar in times.patches}) == 2
-    assert "kill -9" in texts(figure) and "of eer-lost went to peer-new (1:3); 2 steps repeated stepwise" in texts(figure)
+    assert "kill -9" in texts(figure)
+    assert "layers 1:3 of eer-lost went to peer-new (1:3); 2 steps repeated stepwise" in texts(figure)
     assert np.array_equal(below.lines[1].get_xydata()[:, 1], values["killed"].double())
     assert all(5.5 in ax.lines[-1].get_xdata() for ax in figure.axes), "the mark goes through both"
 
