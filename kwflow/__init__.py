@@ -32,7 +32,7 @@ _WHERE = {
     "AutoDistributedModelForCausalLM": "kwflow.models.auto",
     "AutoDistributedModelForSequenceClassification": "kwflow.models.auto",
 }
-_MODULES = ("adapters", "errors", "faults", "steering", "verify")
+_MODULES = ("adapters", "errors", "faults", "notebook", "steering", "verify")
 
 __all__ = [
     "AutoDistributedConfig",
@@ -53,6 +53,7 @@ __all__ = [
     "load_blocks",
     "local_swarm",
     "model_path",
+    "notebook",
     "per_layer",
     "project_out",
     "put",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from kwflow import adapters as adapters
     from kwflow import errors as errors
     from kwflow import faults as faults
+    from kwflow import notebook as notebook
     from kwflow import steering as steering
     from kwflow import verify as verify
     from kwflow.axes import Axes as Axes

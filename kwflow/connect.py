@@ -17,7 +17,7 @@ import torch
 from kwflow import link
 from kwflow.errors import DeadlineError, KwargError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
 from kwflow.flow import Flow
-from kwflow.retry import Hop
+from kwflow.retry import Hop, Known
 from kwflow.schema import Schema
 from kwflow.swarm.routing import Serves, covers, plan
 from kwflow.swarm.worker import Served
@@ -140,6 +140,13 @@ class KnownPeers:
     def hellos(self) -> list[dict[str, Any]]:
         """What the workers that this client has met say of themselves."""
         return list(self._hellos.values())
+
+    def known(self) -> list[Known]:
+        """The workers that serve some layers now, as far as this client knows; nobody is asked."""
+        return [
+            Known(one.peer, one.start, one.stop, self._hellos.get(one.peer), self.avoided(one.peer))
+            for one in self._view()
+        ]
 
     def failed(self, error: WorkerFailed) -> None:
         """Keep a worker that failed out of the next routes for a while."""

@@ -26,6 +26,7 @@ from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
 from kwflow.kwargs import in_all
+from kwflow.notebook.reprs import flow_page
 from kwflow.plan import Estimate, Plan, PlanCall, bind
 from kwflow.positions import Columns
 from kwflow.retry import Hop, Peers, Retry
@@ -108,6 +109,9 @@ class Flow:
         workers = workers_run(self.peers.hellos(), self.span)
         also = "" if workers in ("", dtype) else f", workers {workers}"
         return f"Flow({self.ends.name}, layers {self.start}:{self.stop}, {dtype}{also})"
+
+    def _repr_html_(self) -> str:
+        return flow_page(repr(self), self.ends.layers, self.span, self.peers, self._options.peers_blocked)
 
     # ---- calls
 

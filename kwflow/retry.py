@@ -52,6 +52,17 @@ class Hop:
         return dict(self.hello.get("fingerprint", {}))
 
 
+@dataclass(frozen=True)
+class Known:
+    """A worker as a client knows it; ``hello``: what it said of itself, None if it was not asked since it failed."""
+
+    peer: str
+    start: int
+    stop: int
+    hello: Mapping[str, Any] | None
+    avoided: bool  # by routes, because it failed
+
+
 class Peers(Protocol):
     """Where a flow's workers come from; shared by its slices."""
 
@@ -63,6 +74,10 @@ class Peers(Protocol):
 
     def hellos(self) -> Sequence[Mapping[str, Any]]:
         """What the workers that were met say of themselves."""
+        ...
+
+    def known(self) -> Sequence[Known]:
+        """The workers that serve some layers now, as far as this client knows; nobody is asked."""
         ...
 
     def failed(self, error: WorkerFailed) -> None:

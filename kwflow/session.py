@@ -25,6 +25,7 @@ from kwflow.bound import Bound, is_wrapped
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, SessionError, ShapeError
 from kwflow.flow import Flow, check_hidden, token_ids
+from kwflow.notebook.reprs import session_page
 from kwflow.plan import bind
 from kwflow.positions import Columns, from_the_end, token_position
 from kwflow.replay import Replay, Step
@@ -203,6 +204,9 @@ class Session:
         state = "closed" if self.closed else f"columns {self.prefix + self.position} of {self.max_length}"
         state += f" with a prefix of {self.prefix}" if self.prefix else ""
         return f"Session({self.flow.ends.name}, layers {self.flow.start}:{self.flow.stop}, {state}, batch {self.batch})"
+
+    def _repr_html_(self) -> str:
+        return session_page(repr(self), [] if self._stages is None else self._stages.stages, self.replays)
 
     # ---- one step
 

@@ -7,7 +7,6 @@ Noise falls when precision rises, a bug does not: when the bits differ, both sid
 
 from __future__ import annotations
 
-import html
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from kwflow.axes import Axed
 from kwflow.bound import Span
 from kwflow.errors import KwflowError, SpanError
 from kwflow.flow import Flow
+from kwflow.notebook import pages
 from kwflow.plan import Plan
 from kwflow.retry import Hop
 
@@ -80,21 +80,12 @@ class Match:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        colour = "#1a7f37" if self.bitwise else "#0969da" if self else "#cf222e"
-
-        def cells(row: Sequence[str], tag: str) -> str:
-            style = "text-align:left;padding:0 1em 0 0"
-            return "".join(f"<{tag} style='{style}'>{html.escape(cell)}</{tag}>" for cell in row)
-
         header, *rows = self._rows()
-        body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows)
-        extra = "".join(f"<div>cannot be bitwise: {html.escape(r)}</div>" for r in self.reasons)
-        extra += "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
-        return (
-            f"<div><b style='color:{colour}'>{self.verdict.upper()}</b>: {html.escape(self.why)}"
-            f"<div style='opacity:.7'>{html.escape(self.sides[0])} against {html.escape(self.sides[1])}</div>"
-            f"<table><tr>{cells(header, 'th')}</tr>{body}</table>{extra}</div>"
-        )
+        below = [pages.line(f"cannot be bitwise: {reason}") for reason in self.reasons]
+        below += [pages.line(note) for note in self.notes]
+        sides = pages.line(f"{self.sides[0]} against {self.sides[1]}", dim=True)
+        colour = pages.BLUE if self else pages.ORANGE
+        return pages.page(self.verdict.upper(), sides, pages.table(header, rows), *below, said=self.why, colour=colour)
 
 
 def exact_match(

@@ -32,12 +32,12 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 # The parts of kwflow, and what each may import of kwflow. Every module has a place here.
 PARTS = {
-    "words": ["errors", "axes", "tree", "link", "wire"],
+    "words": ["errors", "axes", "tree", "link", "wire", "notebook.pages"],
     "core": [
         *("blocks", "positions", "patterns", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
         *("schema", "bound", "kwargs", "derive"),
     ],
-    "client": ["retry", "ask", "plan", "flow", "replay", "stages", "session"],
+    "client": ["retry", "ask", "plan", "flow", "replay", "stages", "session", "notebook.reprs"],
     "research": ["verify", "vectors", "steering", "adapters", "adapter_kinds", "peft_files", "folding", "sweep"],
     "models": [
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),

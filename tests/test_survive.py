@@ -485,3 +485,23 @@ def test_an_error_in_the_middle_leaves_nobody_waiting() -> None:
         assert time.monotonic() - began < 1
         assert torch.equal(session.step(x), expected[1])
         assert not session.replays
+
+
+def test_one_worker_in_two_places_hands_on_to_itself() -> None:
+    """Layers 0:1 and, once worker 1 is lost, 1:3 on the worker that serves all."""
+    swarm = swarm_of([(0, 1), (1, 3), (3, 4), (1, 4)])
+    x = random(B, S, D)
+    with swarm.flow.session(32) as session:
+        expected = [session.step(x) for _ in range(5)]
+    swarm = swarm_of([(0, 1), (1, 3), (3, 4), (1, 4)])
+    with swarm.flow.session(32) as session:
+        got = [session.step(x)]
+        swarm.kill(2)
+        swarm.hidden = {2}
+        got.append(session.step(x))
+        lose(swarm)
+        swarm.hidden |= {2}
+        got += [session.step(x) for _ in range(3)]
+        assert [told.by[0][0] for told in session.replays] == [swarm.names[3]] * 2
+        assert not session._stages.push_lost
+    assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))

@@ -118,6 +118,9 @@ class Served:
         if session.next is None:
             raise SessionError("the step is to be handed on, and nobody said to whom")
         (peer, name), layer = session.next, session.kv.span[1]
+        if name in self.inboxes:  # the next layers are this worker's too
+            self.inboxes[name].put(number, hidden)
+            return
 
         async def hand() -> None:
             assert self.neighbours is not None

@@ -1,0 +1,16 @@
+"""What a notebook shows: plots here, and the HTML that flows, sessions and match reports show themselves as.
+
+    kf.notebook.heatmap(remote, local, xticks=tokens)           # layer × position, |remote - local| beside
+    kf.notebook.timeline(seconds, marks={17: "kill -9"}, replays=session.replays)
+    kf.notebook.dose_response(strengths, {"p(good words)": p, "perplexity": ppl})
+
+Plots need matplotlib (``pip install 'kwflow[notebook]'``), which is imported when the first one is drawn.
+"""
+
+from __future__ import annotations
+
+from kwflow.notebook.plots import dose_response as dose_response
+from kwflow.notebook.plots import heatmap as heatmap
+from kwflow.notebook.plots import timeline as timeline
+
+__all__ = ["dose_response", "heatmap", "timeline"]

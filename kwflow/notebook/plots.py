@@ -1,0 +1,233 @@
+"""Plots of what researchers do with flows, in plain matplotlib; each gives a Figure, which a notebook shows.
+
+Colours are told apart by everybody (cividis, and PuOr where numbers have two signs), backgrounds are transparent and
+text is mid-grey, so that a figure reads on a light and on a dark page.
+"""
+
+# L layers, P positions, S strengths, N texts
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kwflow.errors import KwargError, ShapeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GREY = "#808080"
+LINES = ("#3a87c8", "#d08a1e", "#8c6bb1", "#4d9f9a")  # blue, orange, violet, teal
+WIDTH = 8.0  # inches: a laptop's notebook
+
+
+def heatmap(
+    values: Any,
+    local: Any = None,
+    *,
+    xticks: Sequence[Any] | None = None,
+    yticks: Sequence[Any] | None = None,
+    xlabel: str = "position",
+    ylabel: str = "layer",
+    label: str = "",
+    title: str = "",
+) -> Figure:
+    """Draw ``values`` (layer, position), and \\|values - local\\| beside them where the local numbers are given.
+
+        kf.notebook.heatmap(kf.sweep(flow, x, grid, reduce), by_hand, xticks=tokens, label="logit difference")
+
+    ``xticks``, ``yticks``: what to write at each position (a token) and each layer (all numbers from 0 if not given).
+    ``label``: what the numbers are. Raises ShapeError, KwargError.
+    """
+    values_LP = _array(values, 2, "values")
+    sides = [(title, values_LP, label)]
+    if local is not None:
+        local_LP = _array(local, 2, "local")
+        if local_LP.shape != values_LP.shape:
+            raise ShapeError(f"heatmap: values are {values_LP.shape}, local {local_LP.shape}; give the same numbers")
+        gap = abs(values_LP - local_LP)
+        most = gap.max(initial=0.0)
+        said = "every number is equal" if most == 0 else f"largest {most:.2g}"
+        sides.append((f"|remote − local|: {said}", gap, ""))
+    with _style():
+        figure, row = _figure(1, len(sides), (WIDTH if len(sides) > 1 else 0.6 * WIDTH, 4.0), sharey=True)
+        for ax, (above, numbers, what) in zip(row, sides, strict=True):
+            image = ax.imshow(numbers, aspect="auto", origin="lower", interpolation="nearest", **_scale(numbers))
+            figure.colorbar(image, ax=ax, label=what)
+            ax.grid(visible=False)
+            ax.set(xlabel=xlabel, title=above)
+            _ticks(ax, "x", xticks, values_LP.shape[1])
+        row[0].set_ylabel(ylabel)
+        _ticks(row[0], "y", yticks, values_LP.shape[0])
+    return figure
+
+
+def timeline(
+    seconds: Sequence[float] | Any,
+    *,
+    first: int = 0,
+    marks: Mapping[int, str] | None = None,
+    replays: Sequence[Any] = (),
+    values: Mapping[str, Any] | None = None,
+    label: str = "",
+) -> Figure:
+    """Draw the time that each token took, with what happened in between, and the values below it.
+
+        kf.notebook.timeline(seconds, first=5, marks={17: "kill -9"}, replays=session.replays,
+                             values={"undisturbed": a, "killed": b}, label="log p of the token")
+
+    ``seconds``: of each step of one column, the first of which made column ``first`` of the session. ``marks``:
+    {column: what was done to a worker before that step}. ``replays``: ``session.replays``; each is said in a line
+    below the title. ``values``: {name: a number for each step}; a NaN is a gap in its line. Raises KwargError,
+    ShapeError.
+    """
+    took = _array(seconds, 1, "seconds")
+    if not (took > 0).all():
+        raise KwargError(f"timeline: seconds has {took.min():g}; each step takes some time")
+    columns = range(first, first + len(took))
+    marks = dict(marks or {})
+    if outside := [column for column in marks if column not in columns]:
+        raise KwargError(f"timeline: marks[{outside[0]!r}] is none of the columns {columns.start}:{columns.stop}")
+    lines = {name: _array(own, 1, f"values[{name!r}]") for name, own in (values or {}).items()}
+    for name, own in lines.items():
+        if len(own) != len(took):
+            raise ShapeError(f"timeline: values[{name!r}] has {len(own)} numbers for {len(took)} steps")
+    with _style():
+        figure, column_of = _figure(1 + bool(lines), 1, (WIDTH, 3.6 if lines else 2.4), sharex=True)
+        _bars(column_of[0], columns, took, marks)
+        for number, (name, own) in enumerate(lines.items()):
+            wide: dict[str, Any] = (
+                {"lw": 5.0, "alpha": 0.45} if number == 0 and len(lines) > 1 else {"lw": 1.5, "marker": "."}
+            )
+            column_of[-1].plot(columns, own, label=name, color=LINES[number % len(LINES)], **wide)
+        if lines:
+            column_of[-1].set_ylabel(label)
+            column_of[-1].legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1, ncols=len(lines))
+        for ax in column_of:
+            for column in marks:
+                ax.axvline(column - 0.5, color=LINES[1], ls="--", lw=1.2)
+        column_of[-1].set_xlabel("column of the session")
+        if replays:
+            figure.suptitle("\n".join(_said(one) for one in replays), fontsize="small", x=0.01, ha="left")
+    return figure
+
+
+def _bars(ax: Axes, columns: range, took: np.ndarray, marks: Mapping[int, str]) -> None:
+    """Milliseconds of every step, those after a mark in the mark's colour, on a log scale."""
+    colours = [LINES[1] if column in marks else LINES[0] for column in columns]
+    ax.bar(columns, 1000 * took, color=colours, width=0.8)
+    ax.set_yscale("log")
+    ax.set_ylabel("ms per token")
+    low, high = 1000 * took.min(), 1000 * took.max()
+    ax.set_ylim(low / 2, high * 3)
+    for column, what in marks.items():
+        ax.annotate(what, (column - 0.4, high * 1.4), color=LINES[1], ha="left")
+
+
+def _said(replay: Any) -> str:
+    start, stop = replay.layers
+    by = ", ".join(f"{peer[-8:]} ({a}:{b})" for peer, a, b in replay.by)
+    lost = f"column {replay.position}: layers {start}:{stop} of {replay.peer[-8:]} went to {by}"
+    return f"{lost}; {replay.steps} steps repeated {replay.mode}"
+
+
+def dose_response(strengths: Any, panels: Mapping[str, Any], *, xlabel: str = "strength") -> Figure:
+    """Draw what a dose does to many texts: the median, and the bands that hold the middle half and 80% of them.
+
+        kf.notebook.dose_response(strengths, {"p(good words)": {"layer 12": p12, "layer 20": p20}, "perplexity": ppl})
+
+    ``strengths`` (S,); ``panels``: what is measured -> numbers (S, N texts), or {name: (S, N)} for several lines. Each
+    has a panel of its own, side by side. Raises ShapeError, KwargError.
+    """
+    doses = _array(strengths, 1, "strengths")
+    if not panels:
+        raise KwargError("dose_response: panels is empty; give {what: numbers (strengths, texts)}")
+    with _style():
+        figure, row = _figure(1, len(panels), (WIDTH if len(panels) > 1 else 0.6 * WIDTH, 3.2), sharex=True)
+        for ax, (what, measured) in zip(row, panels.items(), strict=True):
+            lines = measured if isinstance(measured, Mapping) else {"": measured}
+            for number, (name, own) in enumerate(lines.items()):
+                numbers = _array(own, 2, f"{what}: {name}" if name else what)
+                if len(numbers) != len(doses):
+                    raise ShapeError(f"dose_response: {what} has {len(numbers)} rows for {len(doses)} strengths")
+                _band(ax, doses, numbers, name, LINES[number % len(LINES)])
+            ax.set(xlabel=xlabel, ylabel=what)
+            if isinstance(measured, Mapping):
+                ax.legend()
+    return figure
+
+
+def _band(ax: Axes, doses: np.ndarray, numbers_SN: np.ndarray, name: str, colour: str) -> None:
+    import numpy as np
+
+    low, quarter, median, three, high = np.quantile(numbers_SN, (0.1, 0.25, 0.5, 0.75, 0.9), axis=1)
+    ax.fill_between(doses, low, high, color=colour, alpha=0.15, lw=0)
+    ax.fill_between(doses, quarter, three, color=colour, alpha=0.3, lw=0)
+    ax.plot(doses, median, color=colour, marker=".", label=name)
+
+
+# ---- what all plots share ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    """Transparent, grey text, thin grid; nothing of it stays."""
+    import matplotlib
+
+    grey = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    clear = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
+    own: dict[Any, Any] = {**dict.fromkeys(grey, GREY), **dict.fromkeys(clear, "none")}
+    own |= {"axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True, "font.size": 9.0}
+    own |= {"axes.titlesize": "medium", "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(own):
+        yield
+
+
+def _figure(rows: int, columns: int, size: tuple[float, float], **more: Any) -> tuple[Figure, list[Axes]]:
+    """A figure that a notebook shows once, where a cell ends with it."""
+    import matplotlib.pyplot as plt
+
+    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **more)
+    plt.close(figure)
+    axes = list(grid.flat)
+    for ax in axes:
+        ax.tick_params(colors=GREY)  # also of ticks that are made when it is drawn
+    return figure, axes
+
+
+def _array(values: Any, rank: int, what: str) -> np.ndarray:
+    """Numbers of a tensor on any device, an array or a list, as float64. Raises KwargError, ShapeError."""
+    import numpy as np
+
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().double().numpy()
+    try:
+        found = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise KwargError(f"{what} is a {type(values).__name__}, and not numbers: {error}") from error
+    if found.ndim != rank or not found.size:
+        raise ShapeError(f"{what} has shape {found.shape}; give {rank} dimension{'s' * (rank > 1)}, none of size 0")
+    return found
+
+
+def _scale(numbers: np.ndarray) -> dict[str, Any]:
+    """Two colours around zero where there are two signs, else one ramp; all zero is the ramp's low end."""
+    import numpy as np
+
+    low, high = float(np.nanmin(numbers)), float(np.nanmax(numbers))
+    if low < 0 < high:
+        most = max(-low, high)
+        return {"cmap": "PuOr_r", "vmin": -most, "vmax": most}
+    return {"cmap": "cividis", "vmin": low, "vmax": high if high > low else low + 1.0}
+
+
+def _ticks(ax: Axes, axis: str, names: Sequence[Any] | None, count: int) -> None:
+    if names is None:
+        return
+    if len(names) != count:
+        raise ShapeError(f"heatmap: {axis}ticks has {len(names)} entries for {count}")
+    tilted = axis == "x" and any(isinstance(name, str) for name in names)
+    getattr(ax, f"set_{axis}ticks")(range(count), [str(name) for name in names], rotation=30 if tilted else 0)
