@@ -19,8 +19,8 @@ from torch import Tensor
 from kwflow import link
 from kwflow.ask import check_outputs, request_tree
 from kwflow.axes import Axed, index_rows, join_steps, part
-from kwflow.bound import Bound, Span
-from kwflow.errors import WorkerFailed
+from kwflow.bound import Bound
+from kwflow.errors import CallerError, WorkerFailed
 from kwflow.prefix import NAME as PREFIX
 from kwflow.prefix import length as prefix_length
 from kwflow.retry import Hop
@@ -46,10 +46,6 @@ class Step:
     @property
     def stop(self) -> int:
         return self.start + self.hidden.shape[1]
-
-    def part(self, span: Span, hidden: Tensor) -> Step:
-        """What one worker is given of a step, or of another's."""
-        return replace(self, hidden=hidden, bound=self.bound.part(None, span)[0])
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,7 @@ class Stage:
     channel: link.Channel | None = None
     held: Bound | None = None  # the kwargs of its last step, unless nobody knows
     steps: list[Step] = field(default_factory=list)
+    reordered: int = 0  # the last reorder that merged steps have in their rows
     given_up: bool = False  # its channel was closed by this side, in the middle of a step
     name: str = field(default_factory=lambda: secrets.token_hex(8))  # of the session there, for other workers
     next: Stage | None = None  # to whom the worker knows to hand its outputs on
@@ -151,8 +148,15 @@ class Stage:
         reply = await pool(self.hop.peer, Message({"op": "push", "session": self.name, "step": number}, hidden))
         return reply.meta.get("taken") is True
 
+    def own(self, step: Step, hidden: Tensor) -> Step:
+        """This worker's part of a step, or of another worker's."""
+        reorders = tuple(one for one in step.reorders if one[0] > self.reordered)
+        return replace(step, hidden=hidden, bound=step.bound.part(None, self.hop.span)[0], reorders=reorders)
+
     def keep(self, step: Step) -> None:
-        """Remember a step that was taken."""
+        """Remember a step that was taken; one at the same column before it was interrupted, and taken again."""
+        while self.steps and self.steps[-1].start >= step.start:
+            self.steps.pop()
         self.steps.append(replace(step, bound=self.held or step.bound))
 
     def forget(self, start: int) -> list[Reorder]:
@@ -176,8 +180,11 @@ async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool
     for step in steps:
         hidden = step.hidden
         for stage in stages:
-            own = step.part(stage.hop.span, hidden)
-            hidden, *_ = await stage.take(own, pool)
+            own = stage.own(step, hidden)
+            try:
+                hidden, *_ = await stage.take(own, pool)
+            except CallerError as error:  # the worker before took this step: it is not the caller's fault
+                raise WorkerFailed(f"cannot repeat the session's steps: {error}", peer=stage.hop.peer) from error
             if keep:
                 stage.keep(own)
         outputs.append(hidden)

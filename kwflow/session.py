@@ -177,7 +177,7 @@ class Session:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
         with self._turn:
             forgotten = [] if self._stages is None else self._stages.forget(position)
-            self._reorders = [*forgotten, *self._reorders] if position else []
+            self._reorders = sorted({**dict(forgotten), **dict(self._reorders)}.items()) if position else []
             self.position, self.prefix = position, self.prefix if position else 0
             self._prompt_columns = min(self._prompt_columns, position)
             self._end_was = self._end_was if position else None

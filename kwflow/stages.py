@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kwflow import link
 from kwflow.ask import any_nan
-from kwflow.errors import CallerError, WorkerFailed
+from kwflow.errors import WorkerFailed
 from kwflow.flow import Flow
 from kwflow.replay import Handed, Reorder, Replay, Stage, Step, merged, replay
 from kwflow.retry import Hop, Misfit, Retry, differs, lacks
@@ -45,7 +45,8 @@ class Stages:
 
     def forget(self, position: int) -> list[Reorder]:
         """Forget the columns from one on; the reorders that came after it, which stay."""
-        return [stage.forget(position) for stage in self.stages][0]
+        gone = dict(one for stage in self.stages for one in stage.forget(position))  # of merged steps none are known
+        return sorted(gone.items())
 
     async def step(self, step: Step, flow: Flow) -> list[Tensor]:
         """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
@@ -57,7 +58,7 @@ class Stages:
         while len(taken) < len(self.stages):
             number = len(taken)
             stage = self.stages[number]
-            own = step.part(stage.hop.span, hidden)
+            own = stage.own(step, hidden)
             try:
                 outputs = await stage.take(own, pool)
             except WorkerFailed as error:
@@ -86,7 +87,7 @@ class Stages:
         """
         self._pushes += 1
         stages = self.stages
-        steps = [step.part(stage.hop.span, step.hidden) for stage in stages]
+        steps = [stage.own(step, step.hidden) for stage in stages]
         tasks: list[asyncio.Task[list[Tensor]]] = []
         for number, (stage, own) in enumerate(zip(stages, steps, strict=True)):
             to = stages[number + 1] if number + 1 < len(stages) else None
@@ -148,10 +149,10 @@ class Stages:
             hops = [old.hop]
             if not old.given_up:
                 hops = await retry.route(*old.hop.span, like=old.hop, misfit=_misfit(old, step))
-            old.given_up = False
             try:
-                new = await self._rebuilt(steps, hops)
+                new = await self._rebuilt(old, steps, hops)
             except WorkerFailed as failure:
+                old.given_up = False
                 retry.failed(failure)
                 continue
             break
@@ -159,14 +160,15 @@ class Stages:
         if hops != [old.hop]:
             self._note(old, step, str(error), hops, len(steps), time.monotonic() - began)
 
-    async def _rebuilt(self, steps: Sequence[Step], hops: Sequence[Hop]) -> list[Stage]:
-        new = [Stage(hop, self.max_length) for hop in hops]
+    async def _rebuilt(self, old: Stage, steps: Sequence[Step], hops: Sequence[Hop]) -> list[Stage]:
+        reordered = old.reordered
+        if self.mode == "merged":
+            reordered = max([reordered, *(number for step in old.steps for number, _ in step.reorders)])
+        new = [Stage(hop, self.max_length, reordered=reordered) for hop in hops]
         try:
             await replay(steps, new, self.pool)
-        except BaseException as error:
+        except BaseException:
             await close(new)
-            if isinstance(error, CallerError):  # the worker before took these steps: it is not the caller's fault
-                raise WorkerFailed(f"cannot repeat the session's steps: {error}", peer=hops[-1].peer) from error
             raise
         return new
 
@@ -178,12 +180,15 @@ class Stages:
         while others := await retry.others(old.hop, _misfit(old, step)):
             new = list[Stage]()
             try:
-                new = await self._rebuilt(steps, others)
+                new = await self._rebuilt(old, steps, others)
                 (hidden,) = await replay([step], new, self.pool, keep=False)
             except WorkerFailed as error:
                 retry.failed(error)
                 await close(new)
                 continue
+            except BaseException:
+                await close(new)
+                raise
             if any_nan([hidden]):
                 await close(new)
                 break

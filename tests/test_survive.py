@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
+from kwflow import link
+from kwflow.bound import Bound
 from kwflow.errors import KwargError, NoRoute, ShapeError, WorkerFailed, WorkerFull
+from kwflow.replay import Step
 from kwflow.wire import Message
 from tests import tiny
 from tests.mortal import Swarm, nonsense
@@ -260,6 +263,38 @@ def test_a_session_goes_on_with_the_same_values(spans: list[tuple[int, int]], mo
                 assert torch.equal(mine, want), f"lost at {lose_at}, output {number}"
             else:
                 torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+
+
+@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_reorder_that_was_rolled_back_acts_once(mode: str, interrupted: bool) -> None:
+    """Merged steps have their rows in the new order already; other workers of the session keep the old steps."""
+
+    def run(lost: list[int]) -> list[Tensor]:
+        swarm = Swarm("llama", (0, 1), (1, 3), (3, 4), (0, 1), (1, 3))
+        swarm.hidden = {3, 4}
+        outs: list[Tensor] = []
+        with swarm.flow.session(16, replay=mode) as session:
+            session.step(random(B, S, D))
+            session.reorder([1, 1, 0, 3])
+            if lost and interrupted:  # the step goes on to its end, and is taken again
+                assert session._stages is not None
+                step = Step(S, random(B, 1, D, seed=9), Bound(0, LAYERS), tuple(session._reorders))
+                link.run(session._stages.step(step, swarm.flow))
+            for at in range(5):
+                if lost and at in (1, 3):
+                    swarm.kill(lost[at // 2])
+                    swarm.hidden = {lost[at // 2]}
+                outs.append(session.step(random(B, 1, D, seed=at)))
+                if at in (1, 3):
+                    session.rollback(S)
+            assert len(session.replays) == len(lost)
+        return outs
+
+    expected = run([])
+    for lost in ([0, 1], [1, 0]):
+        for mine, want in zip(run(lost), expected, strict=True):
+            torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
 
 
 @pytest.mark.parametrize("mode", ["stepwise", "merged"])
