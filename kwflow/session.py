@@ -115,6 +115,8 @@ class Session:
             except TimeoutError as error:
                 self._running.cancel()
                 raise DeadlineError(f"a step did not end in {timeout:g} s (flow.options(timeout=…))") from error
+            except concurrent.futures.CancelledError as error:
+                raise SessionError("the session was closed in the middle of a step") from error
             self._running = None
             self.prefix = self.prefix if self.position else prefix.length(bound)
             self.position += hidden.shape[1]
@@ -209,7 +211,7 @@ class Session:
     def _opened(self, timeout: float) -> Stages:
         hops = wait(self.flow.retry().route(*self.flow.span), timeout, "a step")
         self._stages = Stages(hops, self.max_length, self.mode, self.flow.peers.pool)
-        self._freed = weakref.finalize(self, free, self._stages.stages)
+        self._freed = weakref.finalize(self, free, self._stages)
         return self._stages
 
     @property

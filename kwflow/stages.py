@@ -13,12 +13,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from kwflow import link
 from kwflow.ask import any_nan
-from kwflow.errors import WorkerFailed
+from kwflow.errors import CallerError, SessionError, WorkerFailed
 from kwflow.flow import Flow
 from kwflow.replay import Handed, Reorder, Replay, Stage, Step, merged, replay
 from kwflow.retry import Hop, Misfit, Retry, differs, lacks
@@ -38,6 +39,9 @@ class Stages:
         self.push_lost = False  # workers cannot reach each other here
         self._pushes = 0  # steps that were to be handed on
         self._nan = False  # NaN was tried on other workers, which said the same
+        self._closed = False
+        self._turn = asyncio.Lock()  # one step at a time: what is cancelled takes a while to end
+        self._running: asyncio.Task[Any] | None = None
 
     @property
     def hops(self) -> list[Hop]:
@@ -50,9 +54,29 @@ class Stages:
 
     async def step(self, step: Step, flow: Flow) -> list[Tensor]:
         """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
-        retry, pool = flow.retry(), self.pool
-        if self._may_push(flow) and (found := await self._push(step, retry)) is not None:
-            return found
+        async with self._turn:
+            if self._closed:
+                raise SessionError("the session is closed")
+            self._running = asyncio.current_task()
+            try:
+                retry = flow.retry()
+                found = await self._push(step, retry) if self._may_push(flow) else None
+                return await self._carry(step, retry) if found is None else found
+            finally:
+                self._running = None
+
+    async def aclose(self) -> None:
+        """End the step that runs, and close the channels, which frees keys and values there."""
+        self._closed = True
+        if self._running is not None:
+            self._running.cancel()
+        async with self._turn:
+            while self.stages:
+                await self.stages.pop().aclose()
+
+    async def _carry(self, step: Step, retry: Retry) -> list[Tensor]:
+        """Take a step from worker to worker through this client."""
+        pool = self.pool
         hidden = step.hidden
         captured, taken = list[Tensor](), list[Step]()
         while len(taken) < len(self.stages):
@@ -101,7 +125,8 @@ class Stages:
                 outputs.append(await task)
         except BaseException as error:
             await self._give_up(tasks)
-            if isinstance(error, WorkerFailed):
+            unfit = isinstance(error, CallerError) and bool(outputs)  # maybe of what a worker handed on
+            if isinstance(error, WorkerFailed) or unfit:
                 return None
             raise
         if not self._nan and any(any_nan(found) for found in outputs):
@@ -228,7 +253,6 @@ async def close(stages: Sequence[Stage]) -> None:
         await stage.aclose()
 
 
-def free(stages: list[Stage]) -> None:
-    """Close the channels of a session that nobody has any more, which frees its keys and values there."""
-    while stages:
-        link.submit(stages.pop().aclose())
+def free(stages: Stages) -> None:
+    """Close the channels of a session that nobody has any more."""
+    link.submit(stages.aclose())

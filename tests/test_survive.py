@@ -15,7 +15,7 @@ from torch import Tensor
 import kwflow as kf
 from kwflow import link
 from kwflow.bound import Bound
-from kwflow.errors import KwargError, NoRoute, ShapeError, WorkerFailed, WorkerFull
+from kwflow.errors import KwargError, NoRoute, SessionError, ShapeError, WorkerFailed, WorkerFull
 from kwflow.replay import Step
 from kwflow.wire import Message
 from tests import tiny
@@ -518,3 +518,53 @@ def test_an_error_in_the_middle_leaves_nobody_waiting() -> None:
         assert time.monotonic() - began < 1
         assert torch.equal(session.step(x), expected[1])
         assert not session.replays
+
+
+# ---------------------------------------------------------------- what a session leaves behind
+
+
+def served_by(swarm: Swarm) -> list[Any]:
+    return [accept.__self__ for accept in swarm.flow.peers.pool.transport._accept.values()]  # type: ignore[attr-defined]
+
+
+def test_a_session_that_is_closed_in_the_middle_of_a_step_leaves_nothing() -> None:
+    swarm = swarm_of(SPLITS["two"])
+    session, errors = swarm.flow.session(16), list[BaseException]()
+    session.step(random(B, S, D))
+    swarm.kill(1)
+
+    def step() -> None:
+        try:
+            session.step(random(B, 1, D))  # waits for somebody to take worker 1's place
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    session.close()
+    thread.join(2)
+    assert [type(error) for error in errors] == [SessionError]
+    swarm.hidden = {1}
+    time.sleep(0.4)
+    left = [one for number, one in enumerate(served_by(swarm)) if number != 1]  # which is dead
+    assert not any(one.kv_used or one.inboxes for one in left)
+
+
+def test_what_a_worker_hands_on_wrongly_is_not_the_callers_fault() -> None:
+    swarm = swarm_of(SPLITS["two"][:3])
+    x = random(B, S, D)
+    with swarm.flow.session(16) as session:
+        expected = [session.step(x) for _ in range(3)]
+    bring = served_by(swarm)[0].neighbours
+
+    for wrong in (lambda t: t[:, :1], lambda t: t[:1], lambda t: t[0], lambda t: t.long(), lambda t: t[..., :5]):
+
+        async def odd(peer: str, layer: int, message: Message, wrong: Any = wrong) -> Message:
+            return await bring(peer, layer, Message(message.meta, wrong(message.tree)))
+
+        served_by(swarm)[0].neighbours = odd
+        with swarm.flow.session(16) as session:
+            for want in expected:
+                assert torch.equal(session.step(x), want)
+        assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
