@@ -127,6 +127,37 @@ def test_nonsense_is_a_failure(answer: Any) -> None:
         assert torch.equal(session.step(x.detach()), swarm.flow(x.detach()))
 
 
+def test_captures_of_other_columns_are_a_failure() -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    swarm.hidden.clear()
+    x = random(B, S, D)
+    for at, answer in {"all": lambda t: [t[0], t[1][:, :1]], "prompt[-1]": lambda t: [t[0], t[0]]}.items():
+        expected = swarm.flow.capture({"resid": [2]}, x, at=at)[1]["resid", 2]
+        swarm.answers(1, nonsense(answer))
+        assert torch.equal(swarm.flow.capture({"resid": [2]}, x, at=at)[1]["resid", 2], expected)
+        swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+        swarm.answers(1, nonsense(lambda t: t))
+
+
+@pytest.mark.parametrize("said", [{}, {"schema": {}}, {"schema": {"kwargs": 1}}, None, "caller"])
+def test_a_hello_that_says_nonsense_is_a_failure(said: Any) -> None:
+    swarm = Swarm("llama", (0, 4), (0, 4))
+    served = served_by(swarm)[0]
+    error = {"error": {"kind": "caller", "type": "UnsupportedError", "message": "no operation 'hello'"}}
+    served.hello = lambda: said
+    if said == "caller":
+        connection = served.accept
+
+        def accept(remote: str) -> Any:
+            made = connection(remote)
+            made._hello = lambda request: asyncio.sleep(0, Message(error))
+            return made
+
+        swarm.flow.peers.pool.transport._accept[swarm.names[0]] = accept  # type: ignore[attr-defined]
+    assert swarm.flow(random(B, S, D)).shape == (B, S, D)
+    assert list(swarm.flow.peers._bans) == [swarm.names[0]]  # type: ignore[attr-defined]
+
+
 def test_a_gap_closes_before_the_deadline() -> None:
     swarm = swarm_of(SPLITS["two"][:3])
     x = random(B, S, D)
