@@ -158,10 +158,12 @@ class Stages:
         """Tell workers that wait for a step that it will not come; leave nothing running."""
         waiting = [stage for stage, task in zip(self.stages, tasks, strict=True) if not task.done()]
         telling = [asyncio.create_task(stage.bring(self._pushes, None, self.pool)) for stage in waiting]
-        await asyncio.wait([*tasks, *telling], timeout=LATE_SECONDS)
-        for task in (*tasks, *telling):
-            task.cancel()
-        await asyncio.gather(*tasks, *telling, return_exceptions=True)
+        try:
+            await asyncio.wait([*tasks, *telling], timeout=LATE_SECONDS)
+        finally:  # a deadline may end the step here
+            for task in (*tasks, *telling):
+                task.cancel()
+            await asyncio.gather(*tasks, *telling, return_exceptions=True)
 
     async def _replace(self, number: int, error: WorkerFailed, retry: Retry, step: Step) -> None:
         """Rebuild one worker's keys and values on others, or on itself if this side closed its channel."""

@@ -599,3 +599,27 @@ def test_what_a_worker_hands_on_wrongly_is_not_the_callers_fault() -> None:
             for want in expected:
                 assert torch.equal(session.step(x), want)
         assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_deadlines_that_pass_change_nothing(push: bool) -> None:
+    """Steps that are given up at any moment, and taken again: the same values, and nobody is to blame."""
+    swarm = swarm_of(SPLITS["two"][:3])
+
+    def run(*seconds: float) -> list[Tensor]:
+        outs = list[Tensor]()
+        with swarm.flow.session(16) as session:
+            for at in range(6):
+                for timeout in (*seconds, 60.0):
+                    session.flow = swarm.flow.options(timeout=timeout, push=push)
+                    try:
+                        outs.append(session.step(random(B, 1, D, seed=at), steer={1: V * at}))
+                        break
+                    except (kf.errors.DeadlineError, NoRoute):
+                        pass
+            assert not session.replays
+        return outs
+
+    for mine, want in zip(run(0.0005, 0.002, 0.004, 0.006), run(), strict=True):
+        assert torch.equal(mine, want)
+    assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
