@@ -196,14 +196,21 @@ async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool
 
 def merged(steps: Sequence[Step], position: int) -> list[Step]:
     """The first ``position`` columns of a history in as few steps as axes allow, without captures and reorders."""
-    found: list[Step] = []
+    found, before = _settled(steps, position), 0
     ahead = prefix_length(steps[0].bound) if steps else 0
-    for step in _settled(steps, position):
-        joined = _join(found[-1], step, ahead) if found else None
-        if joined is None:
-            found.append(step)
-        else:
-            found[-1] = joined
+    while len(found) != before:  # pairs, then pairs of those: what was joined is copied a few times only
+        before, found = len(found), _in_pairs(found, ahead)
+    return found
+
+
+def _in_pairs(steps: Sequence[Step], ahead: int) -> list[Step]:
+    found: list[Step] = []
+    number = 0
+    while number < len(steps):
+        pair = steps[number : number + 2]
+        joined = _join(*pair, ahead) if len(pair) == 2 else None
+        found.append(steps[number] if joined is None else joined)
+        number += 1 if joined is None else 2
     return found
 
 
