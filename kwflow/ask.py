@@ -180,7 +180,7 @@ def check_reply(
     """A reply must be what was asked for. Raises WorkerFailed."""
     if not isinstance(found, list) or not all(result is None or isinstance(result, Tensor) for result in found):
         raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
-    if not operations:
+    if not operations or (len(operations) == 1 and "jvp" in operations[0]):  # a tangent is as its output
         return [*check_outputs(found, tensors[0], hop, bound)]
     if "vjp" in operations[-1]:
         inputs = [tensors[i] for i in operations[-1]["vjp"]]

@@ -121,6 +121,9 @@ def test_nonsense_is_a_failure(answer: Any) -> None:
     swarm.answers(1, answer)
     assert torch.equal(swarm.flow(x), expected)
     swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+    value = x.detach()
+    assert torch.func.jvp(swarm.flow, (value,), (value,))[1].shape == x.shape, "tangents too"
+    swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want), "gradients too"
     with swarm.flow.session(8) as session:
         swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
