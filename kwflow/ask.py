@@ -180,7 +180,7 @@ def check_reply(
     """A reply must be what was asked for. Raises WorkerFailed."""
     if not isinstance(found, list) or not all(result is None or isinstance(result, Tensor) for result in found):
         raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
-    if not operations:
+    if not operations or (len(operations) == 1 and "jvp" in operations[0]):  # a tangent is as its output
         return [*check_outputs(found, tensors[0], hop, bound)]
     if "vjp" in operations[-1]:
         inputs = [tensors[i] for i in operations[-1]["vjp"]]
@@ -194,15 +194,19 @@ def check_reply(
 
 
 def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound) -> list[Tensor]:
-    """A reply must be what was asked for: the hidden's shape and dtype, then each capture's rows and dtype."""
+    """A reply must be what was asked for: the hidden's shape and dtype, then each capture's rows, columns and dtype."""
     found = outputs if isinstance(outputs, list) else []
     out = found[0] if found else None
     if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
         got = describe(out) if isinstance(out, Tensor) else type(out).__name__
         raise WorkerFailed(f"answered {got} for a hidden {describe(hidden)}", peer=hop.peer, span=hop.span)
-    good = [isinstance(t, Tensor) and t.dim() > 2 and (len(t), t.dtype) == (len(out), out.dtype) for t in found]
-    if len(found) != 1 + bound.captures(hop.span) or not all(good):
-        said = f"{len(found) - 1} captures for {bound.captures(hop.span)}"
+    columns = [hidden.shape[1], *bound.captured_columns(hop.span)]
+    good = [
+        isinstance(t, Tensor) and t.dim() > 2 and (*t.shape[:2], t.dtype) == (len(out), seq, out.dtype)
+        for t, seq in zip(found, columns, strict=False)
+    ]
+    if len(found) != len(columns) or not all(good):
+        said = f"{len(found) - 1} captures for {len(columns) - 1}"
         raise WorkerFailed(f"answered {said}, or others than were asked for", peer=hop.peer, span=hop.span)
     return found
 

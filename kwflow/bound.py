@@ -156,6 +156,10 @@ class Bound:
         """How many outputs these layers have beside hidden."""
         return len(self._captures(span))
 
+    def captured_columns(self, span: Span) -> list[int]:
+        """How many columns each of these layers' captures brings back."""
+        return [1 if entry["mean"] else entry["count"] for entry in self._captures(span)]
+
     def captured_numbers(self, span: Span, hidden: int, pattern: int) -> int:
         """How many numbers these layers' captures bring back for each row; ``pattern``: of one query's pattern."""
         return sum(

@@ -127,12 +127,13 @@ class KnownPeers:
             try:
                 async with asyncio.timeout(HELLO_SECONDS):
                     reply = await self.pool(peer, Message({"op": "hello"}))
+                hello = dict(reply.meta["hello"])
+                hello["schema"] = Schema.from_json(hello["schema"])
+                hello["features"] = list(hello.get("features", ()))
             except TimeoutError:
                 raise WorkerFailed(f"did not answer hello in {HELLO_SECONDS:g} s", peer=peer) from None
-            hello = reply.meta.get("hello")
-            if not isinstance(hello, dict):
-                raise WorkerFailed("answered hello with something else", peer=peer)
-            hello["schema"] = Schema.from_json(hello["schema"])
+            except (KeyError, TypeError, ValueError, AttributeError) as error:  # what it says is the caller's, too
+                raise WorkerFailed(f"answered hello with something else: {error!r:.80}", peer=peer) from error
             self._hellos[peer] = hello
             self._bans.pop(peer, None)
         return self._hellos[peer]

@@ -19,8 +19,8 @@ from torch import Tensor
 from kwflow import link
 from kwflow.ask import check_outputs, request_tree
 from kwflow.axes import Axed, index_rows, join_steps, part
-from kwflow.bound import Bound, Span
-from kwflow.errors import WorkerFailed
+from kwflow.bound import Bound
+from kwflow.errors import CallerError, WorkerFailed
 from kwflow.prefix import NAME as PREFIX
 from kwflow.prefix import length as prefix_length
 from kwflow.retry import Hop
@@ -46,10 +46,6 @@ class Step:
     @property
     def stop(self) -> int:
         return self.start + self.hidden.shape[1]
-
-    def part(self, span: Span, hidden: Tensor) -> Step:
-        """What one worker is given of a step, or of another's."""
-        return replace(self, hidden=hidden, bound=self.bound.part(None, span)[0])
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,7 @@ class Stage:
     channel: link.Channel | None = None
     held: Bound | None = None  # the kwargs of its last step, unless nobody knows
     steps: list[Step] = field(default_factory=list)
+    reordered: int = 0  # the last reorder that merged steps have in their rows
     given_up: bool = False  # its channel was closed by this side, in the middle of a step
     name: str = field(default_factory=lambda: secrets.token_hex(8))  # of the session there, for other workers
     next: Stage | None = None  # to whom the worker knows to hand its outputs on
@@ -151,8 +148,15 @@ class Stage:
         reply = await pool(self.hop.peer, Message({"op": "push", "session": self.name, "step": number}, hidden))
         return reply.meta.get("taken") is True
 
+    def own(self, step: Step, hidden: Tensor) -> Step:
+        """This worker's part of a step, or of another worker's."""
+        reorders = tuple(one for one in step.reorders if one[0] > self.reordered)
+        return replace(step, hidden=hidden, bound=step.bound.part(None, self.hop.span)[0], reorders=reorders)
+
     def keep(self, step: Step) -> None:
-        """Remember a step that was taken."""
+        """Remember a step that was taken; one at the same column before it was interrupted, and taken again."""
+        while self.steps and self.steps[-1].start >= step.start:
+            self.steps.pop()
         self.steps.append(replace(step, bound=self.held or step.bound))
 
     def forget(self, start: int) -> list[Reorder]:
@@ -176,8 +180,11 @@ async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool
     for step in steps:
         hidden = step.hidden
         for stage in stages:
-            own = step.part(stage.hop.span, hidden)
-            hidden, *_ = await stage.take(own, pool)
+            own = stage.own(step, hidden)
+            try:
+                hidden, *_ = await stage.take(own, pool)
+            except CallerError as error:  # the worker before took this step: it is not the caller's fault
+                raise WorkerFailed(f"cannot repeat the session's steps: {error}", peer=stage.hop.peer) from error
             if keep:
                 stage.keep(own)
         outputs.append(hidden)
@@ -189,14 +196,21 @@ async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool
 
 def merged(steps: Sequence[Step], position: int) -> list[Step]:
     """The first ``position`` columns of a history in as few steps as axes allow, without captures and reorders."""
-    found: list[Step] = []
+    found, before = _settled(steps, position), 0
     ahead = prefix_length(steps[0].bound) if steps else 0
-    for step in _settled(steps, position):
-        joined = _join(found[-1], step, ahead) if found else None
-        if joined is None:
-            found.append(step)
-        else:
-            found[-1] = joined
+    while len(found) != before:  # pairs, then pairs of those: what was joined is copied a few times only
+        before, found = len(found), _in_pairs(found, ahead)
+    return found
+
+
+def _in_pairs(steps: Sequence[Step], ahead: int) -> list[Step]:
+    found: list[Step] = []
+    number = 0
+    while number < len(steps):
+        pair = steps[number : number + 2]
+        joined = _join(*pair, ahead) if len(pair) == 2 else None
+        found.append(steps[number] if joined is None else joined)
+        number += 1 if joined is None else 2
     return found
 
 

@@ -107,7 +107,7 @@ class Retry:
 
     def __init__(self, peers: Peers, timeout: float, blocked: Collection[str] = ()):
         self.peers, self.failures = peers, list[WorkerFailed]()
-        self.doubted = False  # NaN was tried on another worker already
+        self.doubted = self._said = False  # NaN was tried on another worker already; a long wait was said
         self._blocked = frozenset(blocked)
         self._began = time.monotonic()
         self._until = self._began + timeout * (1 - MARGIN)
@@ -139,7 +139,6 @@ class Retry:
         WorkerFailed.
         """
         why: dict[str, str] = {}
-        said = False
         while True:
             try:
                 return await self._in_time(self._route_now(start, stop, like, misfit, why))
@@ -152,8 +151,8 @@ class Retry:
                 if not self.left or self._all_answered(start, stop, why):
                     raise self._report(start, stop, why, error) from last or error.__cause__
                 waited = time.monotonic() - self._began
-                if waited > QUIET_SECONDS and not said:
-                    said = True
+                if waited > QUIET_SECONDS and not self._said:
+                    self._said = True
                     log.warning("waiting up to %.0f s for a worker: %s", self.left, error)
             await asyncio.sleep(min(LOOK_SECONDS, self.left))
 

@@ -116,6 +116,8 @@ class Session:
             except TimeoutError as error:
                 self._running.cancel()
                 raise DeadlineError(f"a step did not end in {timeout:g} s (flow.options(timeout=…))") from error
+            except concurrent.futures.CancelledError as error:
+                raise SessionError("the session was closed in the middle of a step") from error
             self._running = None
             self.prefix = self.prefix if self.position else prefix.length(bound)
             self.position += hidden.shape[1]
@@ -178,7 +180,7 @@ class Session:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
         with self._turn:
             forgotten = [] if self._stages is None else self._stages.forget(position)
-            self._reorders = [*forgotten, *self._reorders] if position else []
+            self._reorders = sorted({**dict(forgotten), **dict(self._reorders)}.items()) if position else []
             self.position, self.prefix = position, self.prefix if position else 0
             self._prompt_columns = min(self._prompt_columns, position)
             self._end_was = self._end_was if position else None
@@ -213,7 +215,7 @@ class Session:
     def _opened(self, timeout: float) -> Stages:
         hops = wait(self.flow.retry().route(*self.flow.span), timeout, "a step")
         self._stages = Stages(hops, self.max_length, self.mode, self.flow.peers.pool)
-        self._freed = weakref.finalize(self, free, self._stages.stages)
+        self._freed = weakref.finalize(self, free, self._stages)
         return self._stages
 
     @property

@@ -13,12 +13,13 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from kwflow import link
 from kwflow.ask import any_nan
-from kwflow.errors import CallerError, WorkerFailed
+from kwflow.errors import CallerError, SessionError, WorkerFailed
 from kwflow.flow import Flow
 from kwflow.replay import Handed, Reorder, Replay, Stage, Step, merged, replay
 from kwflow.retry import Hop, Misfit, Retry, differs, lacks
@@ -38,6 +39,9 @@ class Stages:
         self.push_lost = False  # workers cannot reach each other here
         self._pushes = 0  # steps that were to be handed on
         self._nan = False  # NaN was tried on other workers, which said the same
+        self._closed = False
+        self._turn = asyncio.Lock()  # one step at a time: what is cancelled takes a while to end
+        self._running: asyncio.Task[Any] | None = None
 
     @property
     def hops(self) -> list[Hop]:
@@ -45,19 +49,40 @@ class Stages:
 
     def forget(self, position: int) -> list[Reorder]:
         """Forget the columns from one on; the reorders that came after it, which stay."""
-        return [stage.forget(position) for stage in self.stages][0]
+        gone = dict(one for stage in self.stages for one in stage.forget(position))  # of merged steps none are known
+        return sorted(gone.items())
 
     async def step(self, step: Step, flow: Flow) -> list[Tensor]:
         """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
-        retry, pool = flow.retry(), self.pool
-        if self._may_push(flow) and (found := await self._push(step, retry)) is not None:
-            return found
+        async with self._turn:
+            if self._closed:
+                raise SessionError("the session is closed")
+            self._running = asyncio.current_task()
+            try:
+                retry = flow.retry()
+                found = await self._push(step, retry) if self._may_push(flow) else None
+                return await self._carry(step, retry) if found is None else found
+            finally:
+                self._running = None
+
+    async def aclose(self) -> None:
+        """End the step that runs, and close the channels, which frees keys and values there."""
+        self._closed = True
+        if self._running is not None:
+            self._running.cancel()
+        async with self._turn:
+            while self.stages:
+                await self.stages.pop().aclose()
+
+    async def _carry(self, step: Step, retry: Retry) -> list[Tensor]:
+        """Take a step from worker to worker through this client."""
+        pool = self.pool
         hidden = step.hidden
         captured, taken = list[Tensor](), list[Step]()
         while len(taken) < len(self.stages):
             number = len(taken)
             stage = self.stages[number]
-            own = step.part(stage.hop.span, hidden)
+            own = stage.own(step, hidden)
             try:
                 outputs = await stage.take(own, pool)
             except WorkerFailed as error:
@@ -86,7 +111,7 @@ class Stages:
         """
         self._pushes += 1
         stages = self.stages
-        steps = [step.part(stage.hop.span, step.hidden) for stage in stages]
+        steps = [stage.own(step, step.hidden) for stage in stages]
         tasks: list[asyncio.Task[list[Tensor]]] = []
         for number, (stage, own) in enumerate(zip(stages, steps, strict=True)):
             to = stages[number + 1] if number + 1 < len(stages) else None
@@ -100,7 +125,8 @@ class Stages:
                 outputs.append(await task)
         except BaseException as error:
             await self._give_up(tasks)
-            if isinstance(error, WorkerFailed):
+            unfit = isinstance(error, CallerError) and bool(outputs)  # maybe of what a worker handed on
+            if isinstance(error, WorkerFailed) or unfit:
                 return None
             raise
         if not self._nan and any(any_nan(found) for found in outputs):
@@ -132,10 +158,12 @@ class Stages:
         """Tell workers that wait for a step that it will not come; leave nothing running."""
         waiting = [stage for stage, task in zip(self.stages, tasks, strict=True) if not task.done()]
         telling = [asyncio.create_task(stage.bring(self._pushes, None, self.pool)) for stage in waiting]
-        await asyncio.wait([*tasks, *telling], timeout=LATE_SECONDS)
-        for task in (*tasks, *telling):
-            task.cancel()
-        await asyncio.gather(*tasks, *telling, return_exceptions=True)
+        try:
+            await asyncio.wait([*tasks, *telling], timeout=LATE_SECONDS)
+        finally:  # a deadline may end the step here
+            for task in (*tasks, *telling):
+                task.cancel()
+            await asyncio.gather(*tasks, *telling, return_exceptions=True)
 
     async def _replace(self, number: int, error: WorkerFailed, retry: Retry, step: Step) -> None:
         """Rebuild one worker's keys and values on others, or on itself if this side closed its channel."""
@@ -148,10 +176,10 @@ class Stages:
             hops = [old.hop]
             if not old.given_up:
                 hops = await retry.route(*old.hop.span, like=old.hop, misfit=_misfit(old, step))
-            old.given_up = False
             try:
-                new = await self._rebuilt(steps, hops)
+                new = await self._rebuilt(old, steps, hops)
             except WorkerFailed as failure:
+                old.given_up = False
                 retry.failed(failure)
                 continue
             break
@@ -159,14 +187,15 @@ class Stages:
         if hops != [old.hop]:
             self._note(old, step, str(error), hops, len(steps), time.monotonic() - began)
 
-    async def _rebuilt(self, steps: Sequence[Step], hops: Sequence[Hop]) -> list[Stage]:
-        new = [Stage(hop, self.max_length) for hop in hops]
+    async def _rebuilt(self, old: Stage, steps: Sequence[Step], hops: Sequence[Hop]) -> list[Stage]:
+        reordered = old.reordered
+        if self.mode == "merged":
+            reordered = max([reordered, *(number for step in old.steps for number, _ in step.reorders)])
+        new = [Stage(hop, self.max_length, reordered=reordered) for hop in hops]
         try:
             await replay(steps, new, self.pool)
-        except BaseException as error:
+        except BaseException:
             await close(new)
-            if isinstance(error, CallerError):  # the worker before took these steps: it is not the caller's fault
-                raise WorkerFailed(f"cannot repeat the session's steps: {error}", peer=hops[-1].peer) from error
             raise
         return new
 
@@ -178,12 +207,15 @@ class Stages:
         while others := await retry.others(old.hop, _misfit(old, step)):
             new = list[Stage]()
             try:
-                new = await self._rebuilt(steps, others)
+                new = await self._rebuilt(old, steps, others)
                 (hidden,) = await replay([step], new, self.pool, keep=False)
             except WorkerFailed as error:
                 retry.failed(error)
                 await close(new)
                 continue
+            except BaseException:
+                await close(new)
+                raise
             if any_nan([hidden]):
                 await close(new)
                 break
@@ -223,7 +255,6 @@ async def close(stages: Sequence[Stage]) -> None:
         await stage.aclose()
 
 
-def free(stages: list[Stage]) -> None:
-    """Close the channels of a session that nobody has any more, which frees its keys and values there."""
-    while stages:
-        link.submit(stages.pop().aclose())
+def free(stages: Stages) -> None:
+    """Close the channels of a session that nobody has any more."""
+    link.submit(stages.aclose())

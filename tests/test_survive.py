@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
-from kwflow.errors import KwargError, NoRoute, ShapeError, WorkerFailed, WorkerFull
+from kwflow import link
+from kwflow.bound import Bound
+from kwflow.errors import KwargError, NoRoute, SessionError, ShapeError, WorkerFailed, WorkerFull
+from kwflow.replay import Step
 from kwflow.wire import Message
 from tests import tiny
 from tests.mortal import Swarm, nonsense
@@ -120,10 +123,44 @@ def test_nonsense_is_a_failure(answer: Any) -> None:
     swarm.answers(1, answer)
     assert torch.equal(swarm.flow(x), expected)
     swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+    value = x.detach()
+    assert torch.func.jvp(swarm.flow, (value,), (value,))[1].shape == x.shape, "tangents too"
+    swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want), "gradients too"
     with swarm.flow.session(8) as session:
         swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
         assert torch.equal(session.step(x.detach()), swarm.flow(x.detach()))
+
+
+def test_captures_of_other_columns_are_a_failure() -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    swarm.hidden.clear()
+    x = random(B, S, D)
+    for at, answer in {"all": lambda t: [t[0], t[1][:, :1]], "prompt[-1]": lambda t: [t[0], t[0]]}.items():
+        expected = swarm.flow.capture({"resid": [2]}, x, at=at)[1]["resid", 2]
+        swarm.answers(1, nonsense(answer))
+        assert torch.equal(swarm.flow.capture({"resid": [2]}, x, at=at)[1]["resid", 2], expected)
+        swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+        swarm.answers(1, nonsense(lambda t: t))
+
+
+@pytest.mark.parametrize("said", [{}, {"schema": {}}, {"schema": {"kwargs": 1}}, None, "caller"])
+def test_a_hello_that_says_nonsense_is_a_failure(said: Any) -> None:
+    swarm = Swarm("llama", (0, 4), (0, 4))
+    served = served_by(swarm)[0]
+    error = {"error": {"kind": "caller", "type": "UnsupportedError", "message": "no operation 'hello'"}}
+    served.hello = lambda: said
+    if said == "caller":
+        connection = served.accept
+
+        def accept(remote: str) -> Any:
+            made = connection(remote)
+            made._hello = lambda request: asyncio.sleep(0, Message(error))
+            return made
+
+        swarm.flow.peers.pool.transport._accept[swarm.names[0]] = accept  # type: ignore[attr-defined]
+    assert swarm.flow(random(B, S, D)).shape == (B, S, D)
+    assert list(swarm.flow.peers._bans) == [swarm.names[0]]  # type: ignore[attr-defined]
 
 
 def test_a_gap_closes_before_the_deadline() -> None:
@@ -262,6 +299,38 @@ def test_a_session_goes_on_with_the_same_values(spans: list[tuple[int, int]], mo
                 assert torch.equal(mine, want), f"lost at {lose_at}, output {number}"
             else:
                 torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+
+
+@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_reorder_that_was_rolled_back_acts_once(mode: str, interrupted: bool) -> None:
+    """Merged steps have their rows in the new order already; other workers of the session keep the old steps."""
+
+    def run(lost: list[int]) -> list[Tensor]:
+        swarm = Swarm("llama", (0, 1), (1, 3), (3, 4), (0, 1), (1, 3))
+        swarm.hidden = {3, 4}
+        outs: list[Tensor] = []
+        with swarm.flow.session(16, replay=mode) as session:
+            session.step(random(B, S, D))
+            session.reorder([1, 1, 0, 3])
+            if lost and interrupted:  # the step goes on to its end, and is taken again
+                assert session._stages is not None
+                step = Step(S, random(B, 1, D, seed=9), Bound(0, LAYERS), tuple(session._reorders))
+                link.run(session._stages.step(step, swarm.flow))
+            for at in range(5):
+                if lost and at in (1, 3):
+                    swarm.kill(lost[at // 2])
+                    swarm.hidden = {lost[at // 2]}
+                outs.append(session.step(random(B, 1, D, seed=at)))
+                if at in (1, 3):
+                    session.rollback(S)
+            assert len(session.replays) == len(lost)
+        return outs
+
+    expected = run([])
+    for lost in ([0, 1], [1, 0]):
+        for mine, want in zip(run(lost), expected, strict=True):
+            torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
 
 
 @pytest.mark.parametrize("mode", ["stepwise", "merged"])
@@ -505,3 +574,77 @@ def test_one_worker_in_two_places_hands_on_to_itself() -> None:
         assert [told.by[0][0] for told in session.replays] == [swarm.names[3]] * 2
         assert not session._stages.push_lost
     assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))
+
+
+# ---------------------------------------------------------------- what a session leaves behind
+
+
+def served_by(swarm: Swarm) -> list[Any]:
+    return [accept.__self__ for accept in swarm.flow.peers.pool.transport._accept.values()]  # type: ignore[attr-defined]
+
+
+def test_a_session_that_is_closed_in_the_middle_of_a_step_leaves_nothing() -> None:
+    swarm = swarm_of(SPLITS["two"])
+    session, errors = swarm.flow.session(16), list[BaseException]()
+    session.step(random(B, S, D))
+    swarm.kill(1)
+
+    def step() -> None:
+        try:
+            session.step(random(B, 1, D))  # waits for somebody to take worker 1's place
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    thread = threading.Thread(target=step, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    session.close()
+    thread.join(2)
+    assert [type(error) for error in errors] == [SessionError]
+    swarm.hidden = {1}
+    time.sleep(0.4)
+    left = [one for number, one in enumerate(served_by(swarm)) if number != 1]  # which is dead
+    assert not any(one.kv_used or one.inboxes for one in left)
+
+
+def test_what_a_worker_hands_on_wrongly_is_not_the_callers_fault() -> None:
+    swarm = swarm_of(SPLITS["two"][:3])
+    x = random(B, S, D)
+    with swarm.flow.session(16) as session:
+        expected = [session.step(x) for _ in range(3)]
+    bring = served_by(swarm)[0].neighbours
+
+    for wrong in (lambda t: t[:, :1], lambda t: t[:1], lambda t: t[0], lambda t: t.long(), lambda t: t[..., :5]):
+
+        async def odd(peer: str, layer: int, message: Message, wrong: Any = wrong) -> Message:
+            return await bring(peer, layer, Message(message.meta, wrong(message.tree)))
+
+        served_by(swarm)[0].neighbours = odd
+        with swarm.flow.session(16) as session:
+            for want in expected:
+                assert torch.equal(session.step(x), want)
+        assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("push", [True, False])
+def test_deadlines_that_pass_change_nothing(push: bool) -> None:
+    """Steps that are given up at any moment, and taken again: the same values, and nobody is to blame."""
+    swarm = swarm_of(SPLITS["two"][:3])
+
+    def run(*seconds: float) -> list[Tensor]:
+        outs = list[Tensor]()
+        with swarm.flow.session(16) as session:
+            for at in range(6):
+                for timeout in (*seconds, 60.0):
+                    session.flow = swarm.flow.options(timeout=timeout, push=push)
+                    try:
+                        outs.append(session.step(random(B, 1, D, seed=at), steer={1: V * at}))
+                        break
+                    except (kf.errors.DeadlineError, NoRoute):
+                        pass
+            assert not session.replays
+        return outs
+
+    for mine, want in zip(run(0.0005, 0.002, 0.004, 0.006), run(), strict=True):
+        assert torch.equal(mine, want)
+    assert not swarm.flow.peers._bans  # type: ignore[attr-defined]

@@ -308,6 +308,8 @@ class ClientConnection:
         if self.session is not None and meta["start"] == 0 and batch != self.session.batch:
             self._release()  # a session that begins again, with other rows
         if self.session is None:
+            if self.closed:  # while the step waited for what is handed on: nobody would free its room
+                raise WorkerFailed("the channel is closed")
             if meta["start"] > 0:
                 raise WorkerFailed(f"this worker holds no columns of the session, the step starts at {meta['start']}")
             served, max_length = self.served, read_count(meta, "max_length")
