@@ -367,6 +367,7 @@ def test_merged_joins_what_can_be_joined() -> None:
         assert swarm.asked(3) == 3, "steered, plain, and the one at hand"
 
 
+@pytest.mark.slow
 def test_the_replacement_may_fail_too() -> None:
     spans = [*SPLITS["two"], (1, 3)]
     expected = changing(swarm_of(spans).flow.session(16), -1, lambda: None)
@@ -471,6 +472,7 @@ def test_a_kwarg_that_changes_after_an_interrupted_step_is_sent_again() -> None:
         assert torch.equal(got, session.step(x, steer={0: v}))
 
 
+@pytest.mark.slow
 def test_generate_goes_on() -> None:
     from kwflow.models.auto import AutoDistributedModelForCausalLM
 
