@@ -28,7 +28,7 @@ def here(folder: Path) -> Iterator[Stage]:
 QUICK = (1, 3, 4)  # the others wait for silent workers, some seconds each
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in range(40)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in range(10)])
 def test_in_this_process(here: Stage, seed: int) -> None:
     outcome = run(here, seed)
     assert outcome.good, f"{outcome}\n{outcome.verdict}"

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 
 from kwflow.errors import BudgetError, KwflowError, ProtocolError, WorkerFailed, to_wire
 from kwflow.link import Connection, Cut
@@ -18,6 +19,7 @@ from kwflow.wire import FRAME_BYTES, LIMITS, Frames, Kind, Limits, Message, dump
 
 SILENCE_SECONDS = 5.0
 BEAT_SECONDS = 1.0
+REFUSED_SECONDS = 2.0  # for a client to read why its request is refused, and to close the stream
 STALLED_SECONDS = 60.0  # a client that takes no byte of its reply for so long is gone
 TICK_SECONDS = 0.25
 BUFFER_BYTES = 1 << 18  # read at once, and written before a sender waits
@@ -209,10 +211,13 @@ async def answer_stream(
                 task.cancel()
             await asyncio.wait(tasks)
             await send(dumps(Message({"error": to_wire(refused)})))
+            # an end before the client has read would break its sending, and what it has not read would be lost
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REFUSED_SECONDS):
+                    await _drain(reader)
             writer.write_eof()
             async with asyncio.timeout(STALLED_SECONDS):  # what is not drained would reset the stream, reply and all
-                while await reader.read(BUFFER_BYTES):
-                    pass
+                await _drain(reader)
     except OSError:
         pass  # the client is gone: that is how streams end
     finally:
@@ -221,6 +226,11 @@ async def answer_stream(
         await asyncio.wait(tasks)
         connection.close()
         writer.transport.abort()
+
+
+async def _drain(reader: asyncio.StreamReader) -> None:
+    while await reader.read(BUFFER_BYTES):
+        pass
 
 
 async def _receive(
