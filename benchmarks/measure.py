@@ -82,7 +82,7 @@ class Row:
     task: str
     threads: int
     sides: tuple[Side, ...]
-    tensors: int  # bytes of the tensors that one hop must take and give in a run
+    tensors: Callable[[int], int]  # bytes of the tensors that so many workers must get from here and give, in a run
     tokens: int  # bytes are shown per new token of decode, prompt included; else 1
 
 
@@ -190,7 +190,12 @@ def decode(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pids
 
     sides.extend(_sides(remotes, pids, make, local))
     hidden = local.config.hidden_size * next(local.parameters()).element_size()
-    return Row("decode", threads, tuple(sides), 2 * hidden * (sizes.prompt + sizes.tokens), sizes.tokens + 1)
+
+    def tensors(workers: int) -> int:
+        """After the prompt the hidden goes to the first worker only, which hands on; all give their output."""
+        return hidden * (2 * workers * sizes.prompt + (1 + workers) * sizes.tokens)
+
+    return Row("decode", threads, tuple(sides), tensors, sizes.tokens + 1)
 
 
 def forward(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pids: dict[int, list[int]]) -> Row:
@@ -207,9 +212,8 @@ def forward(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pid
 
         return run
 
-    return Row(
-        f"forward {sizes.rows}×{sizes.columns}", threads, _sides(remotes, pids, make, local), 2 * hidden.nbytes, 1
-    )
+    name = f"forward {sizes.rows}×{sizes.columns}"
+    return Row(name, threads, _sides(remotes, pids, make, local), lambda workers: 2 * workers * hidden.nbytes, 1)
 
 
 def backward(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pids: dict[int, list[int]]) -> Row:
@@ -229,7 +233,7 @@ def backward(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pi
         return run
 
     name = f"forward + backward {sizes.rows}×{sizes.columns}"
-    return Row(name, threads, _sides(remotes, pids, make, local), 5 * hidden.nbytes, 1)
+    return Row(name, threads, _sides(remotes, pids, make, local), lambda workers: 5 * workers * hidden.nbytes, 1)
 
 
 _TASKS = {"decode": decode, "forward": forward, "backward": backward}
@@ -294,5 +298,14 @@ def _layer_seconds(local: Any) -> Iterator[Spent]:
 def _split(per_token: float, spent: Spent, at: list[float]) -> Split:
     tokens = len(at) - 1
     inside = [one for one in spent if at[0] < one[0] <= at[-1]]
-    whole, layers, queue = (sum(one[i] for one in inside) / tokens for i in (1, 2, 3))
-    return Split(per_token, layers, queue, whole - layers - queue)
+    layers, queue = (sum(one[i] for one in inside) / tokens for i in (2, 3))
+    return Split(per_token, layers, queue, _covered(inside) / tokens - layers - queue)
+
+
+def _covered(spent: Spent) -> float:
+    """Seconds in which at least one request was on its way: of a step that is handed on, all are at once."""
+    seconds, until = 0.0, 0.0
+    for began, ended in sorted((ended - took, ended) for ended, took, _, _ in spent):
+        seconds += max(0.0, ended - max(began, until))
+        until = max(until, ended)
+    return seconds

@@ -48,7 +48,7 @@ def _ratios(rows: Sequence[Row]) -> list[str]:
         for side in swarms:
             paired = [a / b for a, b in zip(local.seconds, side.seconds, strict=True)]
             ratio = f"**{median(paired):.2f}** [{min(paired):.2f}, {max(paired):.2f}]"
-            tensors = row.tensors * side.workers / row.tokens
+            tensors = row.tensors(side.workers) / row.tokens
             moved = side.moved / row.tokens
             memory = f"{_mb(local.peak_bytes)}, {_mb(side.peak_bytes)}"
             cells = [row.task, row.threads, side.workers, ratio, _time(row, local), _time(row, side), _bytes(moved)]

@@ -118,7 +118,7 @@ class Bound:
 
     def names(self) -> set[str]:
         """The kwargs that are given."""
-        return {name for section in range(len(self.sections)) for name in self.section(section)}
+        return {name for section in self.sections for name in section.skeleton}
 
     def call(self) -> dict[str, Any]:
         """What holds for the whole call: ``{name: Axed}``."""

@@ -25,10 +25,8 @@ from kwflow.wire import Message
 
 log = logging.getLogger(__name__)
 
-BAN_SECONDS, LONGEST_BAN = (
-    5.0,
-    60.0,
-)  # that a worker which failed is kept out of routes; doubled at each failure in a row
+BAN_SECONDS = 5.0  # how long routes avoid a worker that failed; doubled at each failure in a row
+LONGEST_BAN = 60.0
 HELLO_SECONDS = 10.0  # for a worker to say what it serves
 PROBE_SECONDS = 0.25  # before it is asked again where there is no other; doubled likewise
 

@@ -180,11 +180,12 @@ def greedy(lab: Lab) -> tuple[Fact, Tensor, Fact]:
     moved = pool.bytes_sent + pool.bytes_received - before
     prompt = lab.flow.ends.tokenize([PROMPT])["input_ids"].shape[1]
     hops, steps = len(lab.swarm.workers), lab.tokens  # the prefill gives the first token
-    tensors = 2 * hops * (prompt + steps - 1) * lab.flow.ends.hidden_size * lab.flow.ends.dtype.itemsize
+    rows = 2 * hops * prompt + (1 + hops) * (steps - 1)  # after the prompt, workers hand hidden on to each other
+    tensors = rows * lab.flow.ends.hidden_size * lab.flow.ends.dtype.itemsize
     extra = (moved - tensors) / (steps * hops)
     step = Fact(
-        "A step of generation costs little beside the hidden state that goes to a worker and back.",
-        f"{moved / (steps * hops):,.0f} bytes per step and worker,\n{extra:.0f} of them not tensors",
+        "A step of generation costs little beside the hidden state; workers hand it on to each other.",
+        f"{moved / (steps * hops):,.0f} bytes per step and worker\nto and from here, {extra:.0f} of them not tensors",
         None,
     )
     return (

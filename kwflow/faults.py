@@ -95,8 +95,7 @@ def _reachable(swarm: Swarm) -> list[int]:
 
 def carry_out(event: Event, swarm: Swarm) -> None:
     """Do it. Nothing is done to a worker that has died in the meantime; a paused one can be killed and resumed."""
-    if event.what == "add":
-        assert event.span is not None
+    if event.span is not None:
         swarm.add(*event.span)
         return
     one = swarm.workers[event.worker]

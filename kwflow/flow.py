@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kwflow import link
-from kwflow.ask import Options, wait
+from kwflow.ask import Asker, Options, wait
 from kwflow.axes import Axed, describe
 from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.captures import Capture, pick
@@ -211,7 +211,7 @@ class Flow:
 
     def retry(self) -> Retry:
         """For one call or step: its routes, until its deadline."""
-        return Retry(self.peers, self._options.timeout, self._options.peers_blocked)
+        return Asker(self.peers, self._options).retry()
 
     async def _route(self) -> list[Hop]:
         return await self.retry().route(*self.span)

@@ -8,7 +8,6 @@ What each worker was given is kept here, so that others can take its place (``kw
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +32,6 @@ from kwflow.retry import Hop
 from kwflow.stages import Stages, free
 
 MODES = ("stepwise", "merged")
-
-log = logging.getLogger(__name__)
 
 
 class Session:

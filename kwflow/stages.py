@@ -129,7 +129,8 @@ class Stages:
             if isinstance(error, WorkerFailed) or unfit:
                 return None
             raise
-        if not self._nan and any(any_nan(found) for found in outputs):
+        doubtful = not self._nan and any(any_nan(found) for found in outputs)
+        if doubtful and not any_nan([step.hidden, *step.bound.tensors]):
             return None
         entering = [step.hidden, *(found[0] for found in outputs)]
         for stage, own, hidden in zip(stages, steps, entering, strict=False):
@@ -234,7 +235,8 @@ class Stages:
         return merged(stage.steps, position) if self.mode == "merged" else list(stage.steps)
 
     def _note(self, old: Stage, step: Step, reason: str, hops: Sequence[Hop], steps: int, seconds: float) -> None:
-        bitwise = (self.mode == "stepwise" or not steps) and not any(differs(hop, old.hop) for hop in hops)
+        exact = all(told.bitwise for told in self.replays)  # what is rounded otherwise once stays so
+        bitwise = exact and (self.mode == "stepwise" or not steps) and not any(differs(hop, old.hop) for hop in hops)
         by = tuple((hop.peer, hop.start, hop.stop) for hop in hops)
         told = Replay(old.hop.span, step.start, old.hop.peer, reason, by, steps, self.mode, bitwise, seconds)
         self.replays.append(told)

@@ -394,3 +394,9 @@ def test_a_script_is_carried_out_at_its_moments() -> None:
     F.heal(swarm)
     assert not swarm.workers[1].paused
     swarm.close()
+
+
+def test_an_event_that_cannot_happen_is_refused() -> None:
+    for what, span, said in (("add", None, "of a span"), ("kill", (0, 2), "of a span"), ("kil", None, "one of kill")):
+        with pytest.raises(KwargError, match=said):
+            kf.faults.Event(0, 0, what, span)  # type: ignore[arg-type]

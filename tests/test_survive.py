@@ -650,3 +650,43 @@ def test_deadlines_that_pass_change_nothing(push: bool) -> None:
     for mine, want in zip(run(0.0005, 0.002, 0.004, 0.006), run(), strict=True):
         assert torch.equal(mine, want)
     assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+def test_a_stranger_cannot_bring_a_step() -> None:
+    """Who does not know a session's name reaches nobody's; who brings nonsense, a second time or late, is not heard."""
+    swarm = swarm_of(SPLITS["two"][:3])
+    x = random(B, S, D)
+    with swarm.flow.session(16) as session:
+        expected = [session.step(x), session.step(x)]
+    pool = swarm.flow.peers.pool
+
+    def bring(name: str, number: int, hidden: Any) -> Any:
+        message = Message({"op": "push", "session": name, "step": number}, hidden)
+        return link.run(pool(swarm.names[1], message)).meta["taken"]
+
+    with swarm.flow.session(16) as session:
+        got = [session.step(x)]
+        name = session._stages.stages[1].name
+        assert not bring("guessed", 1, x)
+        for nonsense in ({"hidden": x}, 3):
+            with pytest.raises(KwargError, match="one tensor"):
+                bring(name, 1, nonsense)
+        got.append(session.step(x))
+        assert not bring(name, 1, x), "that step was taken"
+    assert not bring(name, 2, x), "the session is over"
+    assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))
+
+
+def test_what_was_rounded_otherwise_once_is_not_bitwise_later() -> None:
+    swarm = swarm_of([(0, 1), (1, 3), (3, 4), (1, 3), (3, 4)])
+    served = [accept.__self__ for accept in swarm.flow.peers.pool.transport._accept.values()]  # type: ignore[attr-defined]
+    served[3].compute.threads += 1
+    x = random(B, S, D)
+    with swarm.flow.session(16) as session:
+        session.step(x)
+        lose(swarm)
+        session.step(x)
+        swarm.kill(2)
+        swarm.hidden.add(2)
+        session.step(x)
+        assert [told.bitwise for told in session.replays] == [False, False]

@@ -93,16 +93,23 @@ def test_generate_gives_the_local_tokens(flow: Any, local: Any, how: dict[str, A
     assert torch.equal(*made)
 
 
-def test_cached_steps_cost_few_bytes(flow: Any) -> None:
-    pool = flow.peers.pool
-    hidden = torch.zeros(1, 1, 576)
-    with flow.session(max_length=8) as session:
-        session.step(hidden)
-        before = pool.bytes_sent, pool.bytes_received
-        session.step(hidden, steer={12: torch.zeros(576)})
-        tensors = 2 * hidden.nbytes + 576 * 4
-        sent, received = pool.bytes_sent - before[0] - tensors, pool.bytes_received - before[1] - 2 * hidden.nbytes
-    assert sent + received <= 2 * 2 * 400, (sent, received)  # per hop and direction
+@pytest.mark.parametrize(("push", "told"), [(False, 2), (True, 1)])
+def test_cached_steps_cost_few_bytes(flow: Any, push: bool, told: int) -> None:
+    """400 for each of two workers, both ways; handed on, hidden goes from here to the first one only."""
+    pool, hidden, vector = flow.peers.pool, torch.zeros(1, 1, 576), torch.zeros(576)
+
+    def beside_tensors(tensors: int, **kwargs: Any) -> int:
+        before = pool.bytes_sent + pool.bytes_received
+        session.step(hidden, **kwargs)
+        return pool.bytes_sent + pool.bytes_received - before - tensors - (told + 2) * hidden.nbytes
+
+    with flow.options(push=push).session(max_length=8) as session:
+        for _ in range(2):
+            session.step(hidden)
+        assert 0 < beside_tensors(0) <= 2 * 400
+        assert 0 < beside_tensors(vector.nbytes, steer={12: vector}) <= 2 * 400 + 200  # it says what it is, once
+        assert 0 < beside_tensors(0, steer={12: vector}) <= 2 * 400 + 20
+        assert not session._stages.push_lost, "real workers reach each other"
 
 
 def test_in_a_running_loop_under_inference_mode_and_from_threads(flow: Any) -> None:

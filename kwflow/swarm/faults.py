@@ -156,6 +156,13 @@ class Event:
     span: Span | None = None
     later: float = 0.0
 
+    def __post_init__(self) -> None:
+        said = ("kill", "pause", "resume", "clear", "add")
+        if not (isinstance(self.what, Fault) or self.what in said):
+            raise KwargError(f"what happens is {self.what!r:.60}; give a fault, or one of {', '.join(said)}")
+        if (self.what == "add") != (self.span is not None):
+            raise KwargError(f"'add' starts a worker of a span, (start, stop), and nothing else has one; got {self!r}")
+
     def __str__(self) -> str:
         who = "" if self.what == "add" else f" worker {self.worker}"
         where = "" if self.span is None else f" {self.span[0]}:{self.span[1]}"

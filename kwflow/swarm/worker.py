@@ -115,18 +115,18 @@ class Served:
 
     def hand_on(self, session: Session, number: int, hidden: Tensor) -> None:
         """Bring the next worker a step's hidden; the client does it where this fails."""
-        if session.next is None:
-            raise SessionError("the step is to be handed on, and nobody said to whom")
+        neighbours = self.neighbours
+        if session.next is None or neighbours is None:
+            raise SessionError("the step is to be handed on: nobody said to whom, or this worker reaches no other")
         (peer, name), layer = session.next, session.kv.span[1]
         if name in self.inboxes:  # the next layers are this worker's too
             self.inboxes[name].put(number, hidden)
             return
 
         async def hand() -> None:
-            assert self.neighbours is not None
             try:
                 message = Message({"op": "push", "session": name, "step": number}, hidden)
-                await self.neighbours(peer, layer, message)
+                await neighbours(peer, layer, message)
             except (KwflowError, OSError) as error:
                 log.info("could not hand a step on to %s: %s", peer[-8:], error)
 
