@@ -6,9 +6,9 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from kwflow.ask import wait
 from kwflow.errors import KwflowError
 from kwflow.notebook import pages
-from kwflow.plan import wait
 from kwflow.retry import Hop, Known, Peers
 
 if TYPE_CHECKING:
