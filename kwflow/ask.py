@@ -106,7 +106,7 @@ class Asker:
         operations: Operations,
         tensors: Sequence[Tensor],
     ) -> list[Tensor | None]:
-        """NaN from input without any: what others say, once in a call. The same again is the answer."""
+        """NaN from input without any: what others say. The same again is the answer, for the whole call."""
         retry.doubted = True
         while others := await retry.others(replace(hop, start=bound.start, stop=bound.stop), misfit):
             try:
@@ -118,6 +118,7 @@ class Asker:
                 break
             said = ", ".join(other.peer[-8:] for other in others)
             retry.failed(WorkerFailed(f"NaN where {said} has none", peer=hop.peer, span=hop.span))
+            retry.doubted = False
             return theirs
         return found
 

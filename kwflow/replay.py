@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kwflow import link
-from kwflow.ask import check_outputs, request_tree
+from kwflow.ask import any_nan, check_outputs, request_tree
 from kwflow.axes import Axed, index_rows, join_steps, part
 from kwflow.bound import Bound
 from kwflow.errors import CallerError, WorkerFailed
@@ -174,8 +174,13 @@ class Stage:
             await self.channel.aclose()
 
 
-async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool, *, keep: bool = True) -> list[Tensor]:
-    """Take the steps of a span again on the workers that serve it now, one after the other; the outputs."""
+async def replay(
+    steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool, *, keep: bool = True, nan: bool = False
+) -> list[Tensor]:
+    """Take the steps of a span again on the workers that serve it now, one after the other; the outputs.
+
+    ``nan``: these steps may give NaN from input without any; else a worker that does so failed, for they did not.
+    """
     outputs = list[Tensor]()
     for step in steps:
         hidden = step.hidden
@@ -185,6 +190,8 @@ async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool
                 hidden, *_ = await stage.take(own, pool)
             except CallerError as error:  # the worker before took this step: it is not the caller's fault
                 raise WorkerFailed(f"cannot repeat the session's steps: {error}", peer=stage.hop.peer) from error
+            if not nan and any_nan([hidden]) and not any_nan([own.hidden, *own.bound.tensors]):
+                raise WorkerFailed("NaN in a repeated step that had none", peer=stage.hop.peer, span=stage.hop.span)
             if keep:
                 stage.keep(own)
         outputs.append(hidden)

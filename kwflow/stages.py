@@ -178,7 +178,7 @@ class Stages:
             if not old.given_up:
                 hops = await retry.route(*old.hop.span, like=old.hop, misfit=_misfit(old, step))
             try:
-                new = await self._rebuilt(old, steps, hops)
+                new = await self._rebuilt(old, steps, hops, self._nan)
             except WorkerFailed as failure:
                 old.given_up = False
                 retry.failed(failure)
@@ -188,13 +188,13 @@ class Stages:
         if hops != [old.hop]:
             self._note(old, step, str(error), hops, len(steps), time.monotonic() - began)
 
-    async def _rebuilt(self, old: Stage, steps: Sequence[Step], hops: Sequence[Hop]) -> list[Stage]:
+    async def _rebuilt(self, old: Stage, steps: Sequence[Step], hops: Sequence[Hop], nan: bool) -> list[Stage]:
         reordered = old.reordered
         if self.mode == "merged":
             reordered = max([reordered, *(number for step in old.steps for number, _ in step.reorders)])
         new = [Stage(hop, self.max_length, reordered=reordered) for hop in hops]
         try:
-            await replay(steps, new, self.pool)
+            await replay(steps, new, self.pool, nan=nan)
         except BaseException:
             await close(new)
             raise
@@ -208,8 +208,8 @@ class Stages:
         while others := await retry.others(old.hop, _misfit(old, step)):
             new = list[Stage]()
             try:
-                new = await self._rebuilt(old, steps, others)
-                (hidden,) = await replay([step], new, self.pool, keep=False)
+                new = await self._rebuilt(old, steps, others, nan=False)
+                (hidden,) = await replay([step], new, self.pool, keep=False, nan=True)
             except WorkerFailed as error:
                 retry.failed(error)
                 await close(new)

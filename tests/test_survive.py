@@ -249,6 +249,39 @@ def test_nan_from_both_is_the_answer_and_nobody_is_to_blame() -> None:
     assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
 
 
+def once(answer: Callable[[Message], Message]) -> Callable[[Message], Message]:
+    left = [answer]
+    return lambda reply: left.pop()(reply) if left else reply
+
+
+@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+def test_nan_in_repeated_steps_is_that_workers_failure(mode: str) -> None:
+    swarm = Swarm("llama", (0, 1), (1, 3), (3, 4), (1, 2), (2, 3), (1, 2))
+    swarm.hidden = {3, 4, 5}
+    x, y = random(B, S, D), random(B, 1, D, seed=1)
+    with swarm.flow.session(8) as session:
+        expected = [session.step(x), session.step(y)]
+    for worker in (3, 5):  # either may be asked first
+        swarm.answers(worker, once(nonsense(some_nan)))
+    with swarm.flow.session(8, replay=mode) as session:
+        assert torch.equal(session.step(x), expected[0])
+        lose(swarm)
+        torch.testing.assert_close(session.step(y), expected[1], atol=2e-6, rtol=2e-5)
+    assert {swarm.names[3], swarm.names[5]} & set(swarm.flow.peers._bans)  # type: ignore[attr-defined]
+
+
+def test_nan_of_a_second_worker_is_tried_elsewhere_too() -> None:
+    swarm = Swarm("llama", (0, 2), (2, 4), (0, 2), (2, 4))
+    swarm.hidden = {2, 3}
+    x = random(B, S, D)
+    expected = swarm.flow(x)
+    swarm.hidden.clear()
+    swarm.answers(0, nonsense(some_nan))
+    swarm.answers(1, nonsense(some_nan))
+    assert torch.equal(swarm.flow(x), expected)
+    assert set(swarm.flow.peers._bans) == {swarm.names[0], swarm.names[1]}  # type: ignore[attr-defined]
+
+
 # ---------------------------------------------------------------- sessions
 
 V, P, MASK = random(D, seed=1), random(LAYERS, 1, 2, D, seed=2), tiny.left_padded([0, 1, 3, 2], S)
