@@ -8,6 +8,7 @@ PIPFLAGS ?= -qq
 PIP := $(BIN)/python -m pip install $(PIPFLAGS) --disable-pip-version-check -c constraints.txt
 RUNTIME := $(VENV)/stamp-runtime
 DEV := $(VENV)/stamp-dev
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
 
 .PHONY: setup demo test quick bench notebooks check-notebooks lint clean
 .DEFAULT_GOAL := setup
@@ -18,10 +19,10 @@ demo: $(RUNTIME)
 	$(BIN)/kwflow demo
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 quick: $(DEV)
-	$(BIN)/python -m pytest -m "not slow and not swarm" $(ARGS)
+	$(PYTEST) -m "not slow and not swarm" $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

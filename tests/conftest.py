@@ -22,6 +22,14 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kwflow"))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of real processes come first, and one after the other where tests run in several processes (-n)."""
+    for item in items:
+        if item.get_closest_marker("swarm"):
+            item.add_marker(pytest.mark.xdist_group("swarm"))
+    items.sort(key=lambda item: item.get_closest_marker("swarm") is None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Bitwise tests compare with workers that run one thread (law 1)."""
