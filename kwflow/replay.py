@@ -9,7 +9,7 @@ allow (faster, equal within the usual tolerances).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,6 +189,20 @@ async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool
                 stage.keep(own)
         outputs.append(hidden)
     return outputs
+
+
+def folded(reorders: Sequence[Reorder], ends: Collection[int]) -> list[Reorder]:
+    """Reorders in a row as one, which has the last one's number.
+
+    ``ends``: the numbers up to which a worker may have some of them; none is folded into another across these.
+    """
+    found = list[Reorder]()
+    for number, rows in sorted(reorders):
+        if found and not any(found[-1][0] <= end < number for end in ends):
+            _, before = found.pop()
+            rows = [before[row] for row in rows]
+        found.append((number, rows))
+    return found
 
 
 # ---- steps joined into fewer -------------------------------------------------------------------------------------

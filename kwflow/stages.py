@@ -52,6 +52,11 @@ class Stages:
         gone = dict(one for stage in self.stages for one in stage.forget(position))  # of merged steps none are known
         return sorted(gone.items())
 
+    @property
+    def reordered(self) -> set[int]:
+        """The last reorders that workers have in the rows of merged steps."""
+        return {stage.reordered for stage in self.stages}
+
     async def step(self, step: Step, flow: Flow) -> list[Tensor]:
         """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
         async with self._turn:

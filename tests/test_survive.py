@@ -16,7 +16,7 @@ import kwflow as kf
 from kwflow import link
 from kwflow.bound import Bound
 from kwflow.errors import KwargError, NoRoute, SessionError, ShapeError, WorkerFailed, WorkerFull
-from kwflow.replay import Step
+from kwflow.replay import Step, folded
 from kwflow.wire import Message
 from tests import tiny
 from tests.mortal import Swarm, nonsense
@@ -127,9 +127,49 @@ def test_nonsense_is_a_failure(answer: Any) -> None:
     assert torch.func.jvp(swarm.flow, (value,), (value,))[1].shape == x.shape, "tangents too"
     swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want), "gradients too"
+    swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+    mapped = torch.func.vmap(swarm.flow)(torch.stack([value, value]))
+    torch.testing.assert_close(mapped, torch.stack([expected, expected]).detach(), atol=2e-6, rtol=2e-5)
+    assert swarm.flow.peers.avoided(swarm.names[1]), "what is mapped over too"
     with swarm.flow.session(8) as session:
         swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
         assert torch.equal(session.step(x.detach()), swarm.flow(x.detach()))
+
+
+MAPPED = {
+    "calls": lambda t: [t[0][:1], *t[1:]],
+    "rows": lambda t: [t[0][:, :1], *t[1:]],
+    "a number": lambda t: [t[0].sum()],
+    "dtype": lambda t: [t[0].double(), *t[1:]],
+}
+
+
+@pytest.mark.parametrize("change", MAPPED.values(), ids=MAPPED)
+def test_nonsense_for_what_is_mapped_over_is_a_failure(change: Any) -> None:
+    x, v = random(B, S, D), torch.stack([random(D), random(D, seed=1)])
+
+    def one(flow: kf.Flow, v: Tensor) -> Tensor:
+        return flow(x, steer={1: v}).square().mean()
+
+    def capturing(flow: kf.Flow, v: Tensor) -> Tensor:
+        return flow.capture({"resid": [2]}, x, steer={1: v})[1]["resid", 2]
+
+    derivatives: list[Callable[[Callable[[Tensor], Tensor]], Callable[..., Tensor]]] = [
+        lambda f: torch.func.vmap(f),
+        lambda f: torch.func.vmap(torch.func.grad(f)),
+        lambda f: lambda v: torch.func.jvp(torch.func.vmap(f), (v,), (v,))[1],
+        lambda f: lambda v: torch.func.grad(lambda v: torch.func.vmap(f)(v).sum())(v),
+        lambda f: torch.func.vmap(lambda v: torch.func.jvp(torch.func.grad(f), (v,), (v,))[1]),
+    ]
+    for number, derived in enumerate([*derivatives, lambda f: torch.func.vmap(f)]):
+        f = one if number < len(derivatives) else capturing
+        swarm = swarm_of(SPLITS["another like it"])
+        swarm.hidden.clear()
+        expected = derived(lambda v, f=f, swarm=swarm: f(swarm.flow, v))(v)
+        swarm.answers(1, nonsense(change))
+        got = derived(lambda v, f=f, swarm=swarm: f(swarm.flow, v))(v)
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)
+        assert swarm.flow.peers.avoided(swarm.names[1])
 
 
 def test_captures_of_other_columns_are_a_failure() -> None:
@@ -331,6 +371,54 @@ def test_a_reorder_that_was_rolled_back_acts_once(mode: str, interrupted: bool) 
     for lost in ([0, 1], [1, 0]):
         for mine, want in zip(run(lost), expected, strict=True):
             torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+
+
+@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+def test_many_reorders_at_once_are_as_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a step may carry: without a step between, taken back, or both; workers had none, some, or all."""
+    orders = [[(row + 1 + n % 3) % B if n % 2 else row // 2 for row in range(B)] for n in range(9)]
+    monkeypatch.setattr("kwflow.swarm.requests.MAX_REORDERS", 4)
+
+    def run(lose_at: int) -> list[Tensor]:
+        swarm, outs = swarm_of(SPLITS["two"]), list[Tensor]()
+        with swarm.flow.session(16, replay=mode) as session:
+            session.step(random(B, S, D))
+            for n, order in enumerate(orders):
+                session.reorder(order)
+                session.step(random(B, 1, D, seed=n))
+            if lose_at == 0:  # merged: its rows have those already
+                lose(swarm)
+            outs.append(session.step(random(B, 1, D, seed=1)))
+            session.rollback(S + 7)
+            session.rollback(S + 2)
+            for order in orders:
+                session.reorder(order[::-1])
+            if lose_at == 1:
+                lose(swarm)
+            outs.append(session.step(random(B, 1, D, seed=2)))
+            session.rollback(S + 1)
+            if lose_at == 2:
+                lose(swarm)
+            outs.append(session.step(random(B, 1, D, seed=3)))
+            session.reorder(orders[1])
+            outs.append(session.step(random(B, 1, D, seed=4)))
+            assert len(session.replays) == (lose_at >= 0)
+        return outs
+
+    expected = run(-1)
+    for lose_at in range(3):
+        for mine, want in zip(run(lose_at), expected, strict=True):
+            torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+            assert mode == "merged" or torch.equal(mine, want)
+
+
+def test_reorders_fold_but_not_across_what_a_worker_may_have() -> None:
+    first, second, third = (1, [1, 2, 0]), (2, [0, 0, 1]), (3, [2, 1, 0])
+    assert folded([third, first, second], ()) == [(3, [2, 1, 1])]
+    assert folded([first, second, third], {1}) == [first, (3, [1, 0, 0])]
+    assert folded([first, second, third], {2, 3}) == [(2, [1, 1, 2]), third]
+    assert folded([first, second, third], {1, 2}) == [first, second, third]
+    assert folded([], {1}) == []
 
 
 @pytest.mark.parametrize("mode", ["stepwise", "merged"])
