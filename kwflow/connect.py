@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import os
 import time
@@ -152,7 +153,7 @@ class KnownPeers:
 
     def failed(self, error: WorkerFailed) -> None:
         """Keep a worker that failed out of the next routes, until it answers again."""
-        self.last_failure = error
+        self.last_failure = copy.copy(error)  # without the traceback, which holds the call's tensors
         if error.peer and not isinstance(error, WorkerFull):
             self._hellos.pop(error.peer, None)
             ban = self._bans.get(error.peer)
