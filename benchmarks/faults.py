@@ -200,14 +200,14 @@ def hang_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def tiny_model(where: str) -> Path:
-    """A small random llama of 8 layers."""
+def tiny_model(where: str, layers: int = LAYERS) -> Path:
+    """A small random llama."""
     from transformers import AutoModelForCausalLM
 
     from tests.configs import config
 
     settings = config("llama")
-    settings.num_hidden_layers = LAYERS
+    settings.num_hidden_layers = layers
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(settings)
     with torch.no_grad():

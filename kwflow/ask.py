@@ -181,10 +181,15 @@ def check_reply(
     """A reply must be what was asked for. Raises WorkerFailed."""
     if not isinstance(found, list) or not all(result is None or isinstance(result, Tensor) for result in found):
         raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
-    if not operations or (len(operations) == 1 and "jvp" in operations[0]):  # a tangent is as its output
+    if not operations:
         return [*check_outputs(found, tensors[0], hop, bound)]
-    if "vjp" in operations[-1]:
-        inputs = [tensors[i] for i in operations[-1]["vjp"]]
+    *before, last = operations
+    if "jvp" in last:  # a tangent is as what it is of
+        check_reply(found, hop, bound, tuple(before), tensors[: len(tensors) - len(last["jvp"])])
+    elif "vmap" in last:
+        check_mapped(found, hop, bound, tuple(before), tensors, last["vmap"])
+    else:
+        inputs = [tensors[i] for i in last["vjp"]]
         if len(found) != len(inputs):
             raise WorkerFailed(f"{len(found)} gradients for {len(inputs)} inputs", peer=hop.peer, span=hop.span)
         for grad, tensor in zip(found, inputs, strict=True):
@@ -192,6 +197,23 @@ def check_reply(
                 said = f"answered {describe(grad)} for the gradient of {describe(tensor)}"
                 raise WorkerFailed(said, peer=hop.peer, span=hop.span)
     return found
+
+
+def check_mapped(
+    found: Sequence[Tensor | None],
+    hop: Hop,
+    bound: Bound,
+    operations: Operations,
+    tensors: Sequence[Tensor],
+    dims: Sequence[int | None],
+) -> None:
+    """A reply for calls that are mapped over: each result has them in front, and is as one call's."""
+    (calls,) = {tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True) if dim is not None}
+    for result in found:
+        if result is not None and (result.dim() < 1 or len(result) != calls):
+            raise WorkerFailed(f"answered {describe(result)} for {calls} calls", peer=hop.peer, span=hop.span)
+    one = [tensor if dim is None else tensor.select(dim, 0) for tensor, dim in zip(tensors, dims, strict=True)]
+    check_reply([None if r is None else r[0] for r in found], hop, bound, operations, one)
 
 
 def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound) -> list[Tensor]:

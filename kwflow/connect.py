@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import os
 import time
@@ -25,7 +26,7 @@ from kwflow.wire import Message
 
 log = logging.getLogger(__name__)
 
-BAN_SECONDS = 5.0  # how long routes avoid a worker that failed; doubled at each failure in a row
+BAN_SECONDS = 5.0  # until a worker that failed is asked how it is; doubled at each failure in a row
 LONGEST_BAN = 60.0
 HELLO_SECONDS = 10.0  # for a worker to say what it serves
 PROBE_SECONDS = 0.25  # before it is asked again where there is no other; doubled likewise
@@ -33,7 +34,7 @@ PROBE_SECONDS = 0.25  # before it is asked again where there is no other; double
 
 @dataclass(frozen=True)
 class Ban:
-    """A worker that failed: how often in a row, and until when it is avoided, or not asked at all."""
+    """A worker that failed: how often in a row, when it is asked how it is, and until when nobody asks it at all."""
 
     failures: int
     until: float
@@ -47,7 +48,11 @@ class Ban:
 
 
 class KnownPeers:
-    """Workers by a view that someone refreshes; what they said in hello; who failed lately. See ``retry.Peers``."""
+    """Workers by a view that someone refreshes; what they said in hello; who failed. See ``retry.Peers``.
+
+    Routes avoid a worker that failed until it has answered again. It is asked in the background, off the call path: to
+    dial it may take seconds.
+    """
 
     def __init__(
         self,
@@ -75,11 +80,10 @@ class KnownPeers:
         tried: set[str] = set()
         while True:
             now = time.monotonic()
-            banned = {peer for peer, ban in self._bans.items() if ban.until > now}
             silent = {peer for peer, ban in self._bans.items() if ban.silent_until > now}
             view = [worker for worker in self._view() if self._weights(worker) in ("", self.checkpoint)]
             try:
-                hops = plan(view, start, stop, blocked={*blocked, *tried, *banned})
+                hops = plan(view, start, stop, blocked={*blocked, *tried, *self._bans})
             except NoRoute:
                 try:  # better a worker that failed lately than none
                     hops = plan(view, start, stop, blocked={*blocked, *tried, *silent})
@@ -148,18 +152,32 @@ class KnownPeers:
         ]
 
     def failed(self, error: WorkerFailed) -> None:
-        """Keep a worker that failed out of the next routes for a while."""
-        self.last_failure = error
+        """Keep a worker that failed out of the next routes, until it answers again."""
+        self.last_failure = copy.copy(error)  # without the traceback, which holds the call's tensors
         if error.peer and not isinstance(error, WorkerFull):
             self._hellos.pop(error.peer, None)
             ban = self._bans.get(error.peer)
             if ban is None or ban.silent_until < time.monotonic():  # else it was under way when the worker failed
-                self._bans[error.peer] = Ban.after(1 if ban is None else ban.failures + 1)
+                ban = self._bans[error.peer] = Ban.after(1 if ban is None else ban.failures + 1)
+                link.submit(_ask_again(weakref.ref(self), error.peer, ban))
+
+    async def ask_again(self, peer: str, ban: Ban) -> None:
+        """Ask a worker how it is, unless it answered or failed meanwhile; one that left the directory is forgotten."""
+        if self._bans.get(peer) is not ban or not self._ended.alive:
+            return
+        if all(one.peer != peer for one in self._view()):
+            del self._bans[peer]
+            return
+        try:
+            await self._hello(peer)
+        except WorkerFailed as error:
+            self.failed(error)
+        except KwflowError as error:
+            log.info("asking %s again: %s", peer[-8:], error)
 
     def avoided(self, peer: str) -> bool:
-        """Whether routes avoid a worker now, because it failed."""
-        ban = self._bans.get(peer)
-        return ban is not None and ban.until > time.monotonic()
+        """Whether routes avoid a worker, because it failed and has not answered since."""
+        return peer in self._bans
 
     def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those served these layers to this client before."""
@@ -173,6 +191,12 @@ class KnownPeers:
     def close(self) -> None:
         """Close every link; calling it again does nothing."""
         self._ended()
+
+
+async def _ask_again(peers: weakref.ref[KnownPeers], peer: str, ban: Ban) -> None:
+    await asyncio.sleep(ban.until - time.monotonic())
+    if (known := peers()) is not None:
+        await known.ask_again(peer, ban)
 
 
 def _end(pool: link.Pool, stop: Callable[[], Awaitable[None]] | None) -> None:

@@ -75,7 +75,7 @@ class Flow:
             raise SpanError(f"flow[{layers!r}]: give a slice of layers such as flow[{self.start}:{self.stop}]")
         start = self.start if layers.start is None else layers.start
         stop = self.stop if layers.stop is None else layers.stop
-        if not (isinstance(start, int) and isinstance(stop, int) and self.start <= start < stop <= self.stop):
+        if not (type(start) is int and type(stop) is int and self.start <= start < stop <= self.stop):
             raise SpanError(
                 f"flow[{start}:{stop}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)"
             )

@@ -9,7 +9,7 @@ allow (faster, equal within the usual tolerances).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -94,7 +94,7 @@ class Stage:
     reordered: int = 0  # the last reorder that merged steps have in their rows
     given_up: bool = False  # its channel was closed by this side, in the middle of a step
     name: str = field(default_factory=lambda: secrets.token_hex(8))  # of the session there, for other workers
-    next: Stage | None = None  # to whom the worker knows to hand its outputs on
+    next: str | None = None  # the name of the session to which the worker knows to hand its outputs on
 
     async def take(self, step: Step, pool: link.Pool, handed: Handed | None = None) -> list[Tensor]:
         """Send one step; its output, then what it captures. Raises WorkerFailed, and what the worker says.
@@ -132,14 +132,15 @@ class Stage:
             pool.bytes_received += self.channel.bytes_received - before[1]
         outputs = check_outputs(reply.tree, step.hidden, hop, step.bound)
         self.held = bound
-        self.next = self.next if handed is None else handed.to
+        if handed is not None:
+            self.next = handed.to and handed.to.name
         return outputs
 
     def _handing(self, handed: Handed) -> dict[str, Any]:
         meta: dict[str, Any] = {} if handed.first else {"from": handed.number, "wait": round(handed.wait, 1)}
         if handed.to is not None:
             meta["hand"] = handed.number
-            if handed.to is not self.next:
+            if handed.to.name != self.next:
                 meta["next"] = [handed.to.hop.peer, handed.to.name]
         return meta
 
@@ -189,13 +190,29 @@ async def replay(
             try:
                 hidden, *_ = await stage.take(own, pool)
             except CallerError as error:  # the worker before took this step: it is not the caller's fault
-                raise WorkerFailed(f"cannot repeat the session's steps: {error}", peer=stage.hop.peer) from error
+                failed = WorkerFailed(f"cannot repeat the session's steps: {error}", peer=stage.hop.peer)
+                failed.answered = True
+                raise failed from error
             if not nan and any_nan([hidden]) and not any_nan([own.hidden, *own.bound.tensors]):
                 raise WorkerFailed("NaN in a repeated step that had none", peer=stage.hop.peer, span=stage.hop.span)
             if keep:
                 stage.keep(own)
         outputs.append(hidden)
     return outputs
+
+
+def folded(reorders: Sequence[Reorder], ends: Collection[int]) -> list[Reorder]:
+    """Reorders in a row as one, which has the last one's number.
+
+    ``ends``: the numbers up to which a worker may have some of them; none is folded into another across these.
+    """
+    found = list[Reorder]()
+    for number, rows in sorted(reorders):
+        if found and not any(found[-1][0] <= end < number for end in ends):
+            _, before = found.pop()
+            rows = [before[row] for row in rows]
+        found.append((number, rows))
+    return found
 
 
 # ---- steps joined into fewer -------------------------------------------------------------------------------------

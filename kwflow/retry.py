@@ -85,7 +85,7 @@ class Peers(Protocol):
         ...
 
     def avoided(self, peer: str) -> bool:
-        """Whether routes avoid a worker now, because it failed."""
+        """Whether routes avoid a worker, because it failed and has not answered since."""
         ...
 
     def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:

@@ -27,7 +27,7 @@ from kwflow.flow import Flow, check_hidden, token_ids
 from kwflow.notebook.reprs import session_page
 from kwflow.plan import bind
 from kwflow.positions import Columns, from_the_end, token_position
-from kwflow.replay import Replay, Step
+from kwflow.replay import Reorder, Replay, Step, folded
 from kwflow.retry import Hop
 from kwflow.stages import Stages, free
 
@@ -60,8 +60,9 @@ class Session:
         self._prompt_columns = 0  # of the columns, how many were said to be of the prompt
         self._end_was: str | None = None  # an at= that was counted from the prompt's end as it was known then
         self._four_d: int | None = None  # the column where the first 4-D mask came
-        self._reorders: list[tuple[int, list[int]]] = []  # not yet on every worker
+        self._reorders: list[Reorder] = []  # not yet on every worker
         self._reorder_count = 0
+        self._reorders_sent: set[int] = set()  # the last one of each step that was sent since one succeeded
         self._stages: Stages | None = None  # its workers, from the first step on
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()  # which follow its rows and columns
         self._running: concurrent.futures.Future[list[Tensor]] | None = None
@@ -107,6 +108,7 @@ class Session:
                 return hidden.clone()
             self._settle(timeout)
             step = Step(self.position, hidden.detach().clone(), bound, tuple(self._reorders))
+            self._reorders_sent.add(self._reorder_count)
             self._running = link.submit(stages.step(step, self.flow))
             try:  # an interrupt leaves it running; the next step waits for it
                 out, *captured = self._running.result(timeout)
@@ -125,6 +127,7 @@ class Session:
                 self._prompt_columns = prompt
                 self._note_end(kwargs, columns, prompt_length)
             self._reorders.clear()
+            self._reorders_sent.clear()
             if isinstance(capture, Capture):
                 self._captures.add(capture)
                 capture.take(pick(capture.at, columns), captured, self.batch)
@@ -162,12 +165,17 @@ class Session:
             raise SessionError(f"reorder takes {self.batch} row numbers below {self.batch}, got {rows}")
         with self._turn:
             self._reorder_count += 1
-            self._reorders.append((self._reorder_count, rows))
+            self._to_reorder([(self._reorder_count, rows)])
             index = torch.tensor(rows, dtype=torch.long)
             for capture in self._captures:
                 capture.reorder(index)
             self._mask = None if self._mask is None else self._mask[index]
             self._positions = None if self._positions is None else self._positions[index]
+
+    def _to_reorder(self, more: Sequence[Reorder]) -> None:
+        """Let the next step reorder rows so, too: all that no worker can have a part of as one."""
+        ends = self._reorders_sent if self._stages is None else self._reorders_sent | self._stages.reordered
+        self._reorders = folded(list({**dict(more), **dict(self._reorders)}.items()), ends)
 
     def rollback(self, position: int) -> None:
         """Forget the columns from ``position`` on; the next step starts there."""
@@ -177,7 +185,9 @@ class Session:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
         with self._turn:
             forgotten = [] if self._stages is None else self._stages.forget(position)
-            self._reorders = sorted({**dict(forgotten), **dict(self._reorders)}.items()) if position else []
+            self._to_reorder(forgotten)
+            if not position:
+                self._reorders.clear()
             self.position, self.prefix = position, self.prefix if position else 0
             self._prompt_columns = min(self._prompt_columns, position)
             self._end_was = self._end_was if position else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,14 @@ from torch import Tensor
 
 from kwflow import link
 from kwflow.ask import any_nan
-from kwflow.errors import CallerError, SessionError, WorkerFailed
+from kwflow.errors import CallerError, SessionError, WorkerFailed, WorkerFull
 from kwflow.flow import Flow
 from kwflow.replay import Handed, Reorder, Replay, Stage, Step, merged, replay
 from kwflow.retry import Hop, Misfit, Retry, differs, lacks
 
 LATE_SECONDS = 1.0  # after a worker's reply, until its output must have reached the next one
+MOST_ASTRAY = 2  # steps that one worker hands on wrongly, until it is asked for no more
+FREED_SECONDS = 0.05, 0.2, 0.8  # for a worker to free what it held for a channel that this side closed
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +39,10 @@ class Stages:
         self.stages = [Stage(hop, max_length) for hop in hops]
         self.max_length, self.mode, self.pool = max_length, mode, pool
         self.replays: list[Replay] = []
-        self.push_lost = False  # workers cannot reach each other here
+        self.push_lost = False  # workers cannot reach each other here, or hand on what the next cannot take
         self._pushes = 0  # steps that were to be handed on
+        self._astray: tuple[str, str] | None = None  # who may have handed this step on wrongly, and what came of it
+        self._strays = Counter[str]()  # such steps that were right when the client brought them, of each worker
         self._nan = False  # NaN was tried on other workers, which said the same
         self._closed = False
         self._turn = asyncio.Lock()  # one step at a time: what is cancelled takes a while to end
@@ -52,6 +57,11 @@ class Stages:
         gone = dict(one for stage in self.stages for one in stage.forget(position))  # of merged steps none are known
         return sorted(gone.items())
 
+    @property
+    def reordered(self) -> set[int]:
+        """The last reorders that workers have in the rows of merged steps."""
+        return {stage.reordered for stage in self.stages}
+
     async def step(self, step: Step, flow: Flow) -> list[Tensor]:
         """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
         async with self._turn:
@@ -60,8 +70,12 @@ class Stages:
             self._running = asyncio.current_task()
             try:
                 retry = flow.retry()
+                workers, self._astray = list(self.stages), None
                 found = await self._push(step, retry) if self._may_push(flow) else None
-                return await self._carry(step, retry) if found is None else found
+                if found is None:
+                    found = await self._carry(step, retry)
+                    self._count_stray(workers, found)
+                return found
             finally:
                 self._running = None
 
@@ -127,15 +141,32 @@ class Stages:
             await self._give_up(tasks)
             unfit = isinstance(error, CallerError) and bool(outputs)  # maybe of what a worker handed on
             if isinstance(error, WorkerFailed) or unfit:
+                self._may_stray(len(outputs), str(error))
                 return None
             raise
-        doubtful = not self._nan and any(any_nan(found) for found in outputs)
-        if doubtful and not any_nan([step.hidden, *step.bound.tensors]):
+        nan = None if self._nan else next((number for number, found in enumerate(outputs) if any_nan(found)), None)
+        if nan is not None and not any_nan([step.hidden, *step.bound.tensors]):
+            self._may_stray(nan, "NaN")
             return None
         entering = [step.hidden, *(found[0] for found in outputs)]
         for stage, own, hidden in zip(stages, steps, entering, strict=False):
             stage.keep(replace(own, hidden=hidden))
         return [outputs[-1][0], *(capture for found in outputs for capture in found[1:])]
+
+    def _may_stray(self, number: int, why: str) -> None:
+        """Take note of a step that went wrong at a worker to which another handed it on."""
+        if number:
+            self._astray = self.stages[number - 1].hop.peer, why
+
+    def _count_stray(self, workers: Sequence[Stage], outputs: Sequence[Tensor]) -> None:
+        """The same workers took the step from this client: what was handed on was wrong, and costs each step twice."""
+        if self._astray is None or self.stages != workers or any_nan(outputs):
+            return
+        peer, why = self._astray
+        self._strays[peer] += 1
+        if self._strays[peer] >= MOST_ASTRAY:
+            self.push_lost = True
+            log.warning("worker %s hands steps on wrongly (%s): they go through this client", peer[-8:], why)
 
     async def _bring_if_late(self, stage: Stage, task: asyncio.Task[list[Tensor]], hidden: Tensor) -> None:
         """Bring a worker what should have been handed on to it; where it was lost, no more is handed on.
@@ -172,7 +203,7 @@ class Stages:
         if not old.given_up:
             retry.failed(error)
         await old.aclose()
-        steps = self._history(old, step.start)
+        steps, freeing = self._history(old, step.start), list(FREED_SECONDS)
         while True:
             hops = [old.hop]
             if not old.given_up:
@@ -180,6 +211,9 @@ class Stages:
             try:
                 new = await self._rebuilt(old, steps, hops, self._nan)
             except WorkerFailed as failure:
+                if isinstance(failure, WorkerFull) and failure.peer == old.hop.peer and freeing:
+                    await asyncio.sleep(freeing.pop(0))  # it holds what the old channel had, still
+                    continue
                 old.given_up = False
                 retry.failed(failure)
                 continue

@@ -408,5 +408,10 @@ def test_guidance_runs_a_sequence_of_its_own() -> None:
     ours: Any = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)
     given = {"max_new_tokens": 3, "guidance_scale": 1.5}
     assert ours.generate(ids(1, 6), **given, edit=kf.add(V, 1)).shape == (1, 9)
-    with pytest.raises(SessionError, match="names a phase"):
-        ours.generate(ids(1, 6), **given, edit=kf.add(V, 1, at="prompt[-1]"))
+    for at in ("prompt[-1]", "generated"):
+        for named in ({"edit": [kf.add(V, 1), kf.add(V, 1, at=at)]}, {"capture": kf.Capture({"resid": [1]}, at=at)}):
+            with pytest.raises(KwargError, match=r"guidance_scale=….*give at='all' or a list of token positions"):
+                ours.generate(ids(1, 6), **given, **named)
+    assert ours.generate(ids(1, 6), **given, edit=kf.add(V, 1, at=[2, 5])).shape == (1, 9)
+    plain = {**given, "guidance_scale": 1.0}
+    assert ours.generate(ids(1, 6), **plain, edit=kf.add(V, 1, at="prompt[-1]")).shape == (1, 9)

@@ -111,7 +111,7 @@ def test_a_slice_is_a_flow(family: str) -> None:
         middle(hidden, steer={0: v[0]})
     with pytest.raises(ShapeError, match="layer = 4, expected 2"):  # a layer axis is relative to the slice
         middle(hidden, steer=kf.axes(v, "layer hidden"))
-    for bad in (slice(0, 2), slice(2, 5), slice(2, 2), slice(-1, 3), slice(1, 3, 2), 1):
+    for bad in (slice(0, 2), slice(2, 5), slice(2, 2), slice(-1, 3), slice(1, 3, 2), slice(True, 3), 1):
         with pytest.raises(SpanError):
             middle[bad]  # type: ignore[index]
 

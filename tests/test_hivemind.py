@@ -311,13 +311,34 @@ def test_killed_worker_is_found_out_at_once(swarm: LocalSwarm, client: Node) -> 
     assert not sockets(worker.pid)
 
 
+def test_a_dead_worker_is_found_out_beside_a_stopped_one(swarm: LocalSwarm, client: Node) -> None:
+    """p2pd looks for a dead peer's other addresses through all that it knows, the stopped one too."""
+    stopped, dead = swarm.workers[1:]
+    swarm.kill(2)
+    swarm.pause(1)
+
+    async def work() -> float:
+        began = time.monotonic()
+        with pytest.raises(WorkerFailed, match="cannot be dialled: connection refused$") as caught:
+            await client.open(dead.peer)
+        assert caught.value.peer == dead.peer
+        return time.monotonic() - began
+
+    try:
+        took = run(work(), 20)
+    finally:
+        swarm.resume(1)
+    assert stopped.alive and took < 2.0
+
+
 # ---- where to dial ---------------------------------------------------------------------------------------------------
 
 
 def test_peers_that_are_not_there(client: Node) -> None:
     async def work() -> None:
-        with pytest.raises(WorkerFailed, match="refused"):
+        with pytest.raises(WorkerFailed, match="worker tHudyZDJ cannot be dialled: connection refused$") as caught:
             await client.open(NOBODY)
+        assert "/ip4/" in str(caught.value.__cause__)
         with pytest.raises(KwargError, match="/ip4/ADDRESS"):
             await client.open("/ip4/127.0.0.1/tcp/9")
         with pytest.raises(KwargError, match="/ip4/ADDRESS"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ import kwflow as kf
 from kwflow import link
 from kwflow.bound import Bound
 from kwflow.errors import KwargError, NoRoute, SessionError, ShapeError, WorkerFailed, WorkerFull
-from kwflow.replay import Step
+from kwflow.replay import Step, folded
 from kwflow.wire import Message
 from tests import tiny
 from tests.mortal import Swarm, nonsense
@@ -127,9 +129,49 @@ def test_nonsense_is_a_failure(answer: Any) -> None:
     assert torch.func.jvp(swarm.flow, (value,), (value,))[1].shape == x.shape, "tangents too"
     swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want), "gradients too"
+    swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+    mapped = torch.func.vmap(swarm.flow)(torch.stack([value, value]))
+    torch.testing.assert_close(mapped, torch.stack([expected, expected]).detach(), atol=2e-6, rtol=2e-5)
+    assert swarm.flow.peers.avoided(swarm.names[1]), "what is mapped over too"
     with swarm.flow.session(8) as session:
         swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
         assert torch.equal(session.step(x.detach()), swarm.flow(x.detach()))
+
+
+MAPPED = {
+    "calls": lambda t: [t[0][:1], *t[1:]],
+    "rows": lambda t: [t[0][:, :1], *t[1:]],
+    "a number": lambda t: [t[0].sum()],
+    "dtype": lambda t: [t[0].double(), *t[1:]],
+}
+
+
+@pytest.mark.parametrize("change", MAPPED.values(), ids=MAPPED)
+def test_nonsense_for_what_is_mapped_over_is_a_failure(change: Any) -> None:
+    x, v = random(B, S, D), torch.stack([random(D), random(D, seed=1)])
+
+    def one(flow: kf.Flow, v: Tensor) -> Tensor:
+        return flow(x, steer={1: v}).square().mean()
+
+    def capturing(flow: kf.Flow, v: Tensor) -> Tensor:
+        return flow.capture({"resid": [2]}, x, steer={1: v})[1]["resid", 2]
+
+    derivatives: list[Callable[[Callable[[Tensor], Tensor]], Callable[..., Tensor]]] = [
+        lambda f: torch.func.vmap(f),
+        lambda f: torch.func.vmap(torch.func.grad(f)),
+        lambda f: lambda v: torch.func.jvp(torch.func.vmap(f), (v,), (v,))[1],
+        lambda f: lambda v: torch.func.grad(lambda v: torch.func.vmap(f)(v).sum())(v),
+        lambda f: torch.func.vmap(lambda v: torch.func.jvp(torch.func.grad(f), (v,), (v,))[1]),
+    ]
+    for number, derived in enumerate([*derivatives, lambda f: torch.func.vmap(f)]):
+        f = one if number < len(derivatives) else capturing
+        swarm = swarm_of(SPLITS["another like it"])
+        swarm.hidden.clear()
+        expected = derived(lambda v, f=f, swarm=swarm: f(swarm.flow, v))(v)
+        swarm.answers(1, nonsense(change))
+        got = derived(lambda v, f=f, swarm=swarm: f(swarm.flow, v))(v)
+        torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)
+        assert swarm.flow.peers.avoided(swarm.names[1])
 
 
 def test_captures_of_other_columns_are_a_failure() -> None:
@@ -364,6 +406,54 @@ def test_a_reorder_that_was_rolled_back_acts_once(mode: str, interrupted: bool) 
     for lost in ([0, 1], [1, 0]):
         for mine, want in zip(run(lost), expected, strict=True):
             torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+
+
+@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+def test_many_reorders_at_once_are_as_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a step may carry: without a step between, taken back, or both; workers had none, some, or all."""
+    orders = [[(row + 1 + n % 3) % B if n % 2 else row // 2 for row in range(B)] for n in range(9)]
+    monkeypatch.setattr("kwflow.swarm.requests.MAX_REORDERS", 4)
+
+    def run(lose_at: int) -> list[Tensor]:
+        swarm, outs = swarm_of(SPLITS["two"]), list[Tensor]()
+        with swarm.flow.session(16, replay=mode) as session:
+            session.step(random(B, S, D))
+            for n, order in enumerate(orders):
+                session.reorder(order)
+                session.step(random(B, 1, D, seed=n))
+            if lose_at == 0:  # merged: its rows have those already
+                lose(swarm)
+            outs.append(session.step(random(B, 1, D, seed=1)))
+            session.rollback(S + 7)
+            session.rollback(S + 2)
+            for order in orders:
+                session.reorder(order[::-1])
+            if lose_at == 1:
+                lose(swarm)
+            outs.append(session.step(random(B, 1, D, seed=2)))
+            session.rollback(S + 1)
+            if lose_at == 2:
+                lose(swarm)
+            outs.append(session.step(random(B, 1, D, seed=3)))
+            session.reorder(orders[1])
+            outs.append(session.step(random(B, 1, D, seed=4)))
+            assert len(session.replays) == (lose_at >= 0)
+        return outs
+
+    expected = run(-1)
+    for lose_at in range(3):
+        for mine, want in zip(run(lose_at), expected, strict=True):
+            torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+            assert mode == "merged" or torch.equal(mine, want)
+
+
+def test_reorders_fold_but_not_across_what_a_worker_may_have() -> None:
+    first, second, third = (1, [1, 2, 0]), (2, [0, 0, 1]), (3, [2, 1, 0])
+    assert folded([third, first, second], ()) == [(3, [2, 1, 1])]
+    assert folded([first, second, third], {1}) == [first, (3, [1, 0, 0])]
+    assert folded([first, second, third], {2, 3}) == [(2, [1, 1, 2]), third]
+    assert folded([first, second, third], {1, 2}) == [first, second, third]
+    assert folded([], {1}) == []
 
 
 @pytest.mark.parametrize("mode", ["stepwise", "merged"])
@@ -642,23 +732,104 @@ def test_a_session_that_is_closed_in_the_middle_of_a_step_leaves_nothing() -> No
     assert not any(one.kv_used or one.inboxes for one in left)
 
 
-def test_what_a_worker_hands_on_wrongly_is_not_the_callers_fault() -> None:
+WRONG = {
+    "columns": (lambda t: t[:, :1], "answered float32"),
+    "rows": (lambda t: t[:1], "rows"),
+    "no batch": (lambda t: t[0], "hidden is float32"),
+    "whole numbers": (lambda t: t.long(), "floating point"),
+    "width": (lambda t: t[..., :5], "hidden is float32"),
+    "NaN": (lambda t: t * torch.nan, "NaN"),
+}
+
+
+@pytest.mark.parametrize(("wrong", "why"), WRONG.values(), ids=WRONG)
+def test_what_a_worker_hands_on_wrongly_is_asked_of_it_twice(
+    wrong: Callable[[Tensor], Tensor], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is not the caller's fault, nor that of the worker which could not take it; the values are right."""
     swarm = swarm_of(SPLITS["two"][:3])
     x = random(B, S, D)
-    with swarm.flow.session(16) as session:
-        expected = [session.step(x) for _ in range(3)]
+    with swarm.flow.options(push=False).session(32) as session:
+        expected = [session.step(x) for _ in range(6)]
     bring = served_by(swarm)[0].neighbours
 
-    for wrong in (lambda t: t[:, :1], lambda t: t[:1], lambda t: t[0], lambda t: t.long(), lambda t: t[..., :5]):
+    async def odd(peer: str, layer: int, message: Message) -> Message:
+        return await bring(peer, layer, message if message.tree is None else Message(message.meta, wrong(message.tree)))
 
-        async def odd(peer: str, layer: int, message: Message, wrong: Any = wrong) -> Message:
-            return await bring(peer, layer, Message(message.meta, wrong(message.tree)))
+    served_by(swarm)[0].neighbours = odd
+    with swarm.flow.session(32) as session:
+        asked = list[int]()
+        for want in expected:
+            before = swarm.asked(1)
+            assert torch.equal(session.step(x), want)
+            asked.append(swarm.asked(1) - before)
+        assert asked == [1, 2, 2, 1, 1, 1] and not session.replays
+    (said,) = [record.getMessage() for record in caplog.records if "hands steps on wrongly" in record.getMessage()]
+    assert swarm.names[0][-8:] in said and why in said
+    assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
 
-        served_by(swarm)[0].neighbours = odd
-        with swarm.flow.session(16) as session:
-            for want in expected:
-                assert torch.equal(session.step(x), want)
-        assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+def test_a_worker_that_dies_handed_nothing_on_wrongly() -> None:
+    """Nor is NaN that comes again wrong; steps go on from worker to worker."""
+    swarm = swarm_of([(0, 1), (1, 3), (3, 4), (1, 3), (1, 3), (1, 3)])
+    with swarm.flow.session(32) as session:
+        session.step(random(B, S, D))
+        for number in (1, 3, 4):
+            swarm.kill(number)
+            swarm.hidden = set(range(6)) - {0, 2, number + 1 + (number == 1)}
+            session.step(random(B, 1, D))
+        session.step(random(B, 1, D), steer={0: torch.full((D,), 1e38)})
+        session.step(random(B, 1, D), edit=kf.scale(1e38, layers=1))
+        assert len(session.replays) == 3 and not session._stages.push_lost and not session._stages._strays
+
+
+def test_a_worker_that_was_replaced_is_let_go_of() -> None:
+    swarm = swarm_of(SPLITS["another like it"])
+    with swarm.flow.session(32) as session:
+        for _ in range(3):
+            session.step(random(B, 1, D))
+        old = weakref.ref(session._stages.stages[1])
+        lose(swarm)
+        session.flow = swarm.flow.options(push=False)  # a step that is handed on would say anew to whom
+        session.step(random(B, 1, D))
+        gc.collect()
+        assert len(session.replays) == 1 and old() is None
+
+
+def test_a_refusal_to_repeat_steps_is_an_answer() -> None:
+    """Nobody died, and nobody else is there: the step ends with the reason, not at its deadline."""
+    swarm = Swarm("llama", (0, 4))
+    with swarm.flow.options(timeout=60).session(16) as session:
+        session.step(random(B, S, D))
+        (stage,) = session._stages.stages
+        link.run(stage.channel.aclose())  # type: ignore[union-attr]
+        stage.given_up = True
+        swarm.answers(0, lambda reply: Message({"error": {"kind": "caller", "type": "ShapeError", "message": "no"}}))
+        began = time.monotonic()
+        with pytest.raises(NoRoute, match="cannot repeat the session's steps: no") as caught:
+            session.step(random(B, 1, D))
+        assert time.monotonic() - began < 30
+        assert isinstance(caught.value.__cause__, WorkerFailed)
+        assert isinstance(caught.value.__cause__.__cause__, ShapeError)
+
+
+def test_a_worker_may_be_late_to_free_what_it_held_before() -> None:
+    """A step that was given up is taken again by the same worker, which has room for one session."""
+    swarm = Swarm("llama", (0, 4), kv_bytes=20_000)
+    with swarm.flow.session(8) as session:
+        expected = [session.step(random(B, S, D)), session.step(random(B, 1, D))]
+    tiny.settle(swarm.flow, [0])
+    with swarm.flow.session(8) as session:
+        got = [session.step(random(B, S, D))]
+        (stage,) = session._stages.stages
+        connection: Any = stage.channel._connection  # type: ignore[union-attr]
+        release = connection.close
+        connection.close = lambda: threading.Timer(0.15, release).start()
+        link.run(stage.channel.aclose())  # type: ignore[union-attr]
+        stage.given_up = True
+        got.append(session.step(random(B, 1, D)))
+        assert not session.replays
+    assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("push", [True, False])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -127,12 +127,24 @@ class Generates(Distributed):
                 f"{str(mode.value).replace('_', ' ')}: transformers keeps it at {GENERATION_MODES_MAPPING[mode]}, "
                 f"and would run that code from the hub"
             )
+        if settings.guidance_scale not in (None, 1) and (named := _phases(own)):
+            raise KwargError(
+                f"generate(guidance_scale=…): at={named[0]!r} names a phase, and guidance runs a second sequence, "
+                f"which has a prompt of its own: give at='all' or a list of token positions, which act on both"
+            )
         for name, value in own.items():
             for leaf in value.values() if isinstance(value, Mapping) else [value]:
                 if isinstance(leaf, Axed) and (leaf.size("seq") or 1) != 1:
                     raise KwargError(
                         f"{name} has a 'seq' axis of {leaf.size('seq')} columns; generate's steps have one column each"
                     )
+
+
+def _phases(own: Mapping[str, Any]) -> list[str]:
+    """What names a part of the prompt, or what is generated, among the ``at=`` of edits and captures."""
+    edits = own.get("edit")
+    given = [*(edits if isinstance(edits, Sequence) else [edits]), own.get("capture")]
+    return [at for one in given if isinstance(at := getattr(one, "at", None), str) and at != "all"]
 
 
 def _inputs(call: Mapping[str, Any]) -> Any:

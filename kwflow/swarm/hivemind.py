@@ -32,6 +32,7 @@ from kwflow.wire import LIMITS, Limits
 
 PROTOCOL = "kwflow/1"
 MAX_ASKED = 32  # nodes asked at once to get back into the DHT
+LOOK_SECONDS = 0.25  # of a dial, until we look ourselves whether anybody listens
 p2pd_pb2: Any = _p2pd_pb2  # its names are made at import: no checker sees them
 
 log = logging.getLogger(__name__)
@@ -134,7 +135,7 @@ class Node:
         try:
             async with asyncio.timeout(timeout):
                 if addrs := self._book.get(peer):
-                    await _connect(self._daemon.control, peer, addrs)
+                    await _dial(self._daemon.control, peer, addrs)
                 ask = p2pd_pb2.StreamOpenRequest(peer=known, proto=[PROTOCOL])
                 reader, writer = await _ask(self._daemon.control, type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
                 channel = StreamChannel(peer, reader, writer, limits=limits, silence=self._silence)
@@ -147,7 +148,7 @@ class Node:
             if isinstance(error, TimeoutError):
                 raise WorkerFailed(f"worker {peer[-8:]} did not answer a dial in {timeout:g} s", peer=peer) from None
             if isinstance(error, OSError | EOFError):
-                raise WorkerFailed(f"worker {peer[-8:]} cannot be dialled: {error}", peer=peer) from error
+                raise WorkerFailed(f"worker {peer[-8:]} cannot be dialled: {_reason(error)}", peer=peer) from error
             raise
 
     async def serve(self, accept: Accept, *, limits: Limits = LIMITS, late: Late | None = None) -> None:
@@ -292,6 +293,43 @@ async def _connect(control: str, peer: str, addrs: Iterable[Multiaddr]) -> None:
     where = p2pd_pb2.ConnectRequest(peer=_id_bytes(peer), addrs=[addr.to_bytes() for addr in addrs])
     _, writer = await _ask(control, type=p2pd_pb2.Request.CONNECT, connect=where)
     writer.close()
+
+
+async def _dial(control: str, peer: str, addrs: Sequence[Multiaddr]) -> None:
+    """Connect to a peer, or find out soon that nobody listens where it was. Raises OSError.
+
+    NOTE [lookup] when a dial is refused, p2pd asks its own DHT for other addresses before it says so: 2 ms, but 5 s and
+    more where one of those that it asks is stopped (measured). A worker that has moved is in the directory anyway.
+    """
+    try:
+        async with asyncio.timeout(LOOK_SECONDS):
+            return await _connect(control, peer, addrs)
+    except TimeoutError:
+        looks = await asyncio.gather(*(_refused(addr) for addr in addrs))
+        if all(looks):
+            raise ConnectionRefusedError("connection refused") from None
+    await _connect(control, peer, addrs)
+
+
+async def _refused(addr: Multiaddr) -> bool:
+    """Whether a TCP connection there is refused at once; False where it cannot be known."""
+    match str(addr).strip("/").split("/"):
+        case ["ip4" | "ip6", host, "tcp", port]:
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    _, writer = await asyncio.open_connection(host, int(port))
+                writer.transport.abort()
+            except ConnectionRefusedError:
+                return True
+            except OSError:  # TimeoutError too
+                return False
+    return False
+
+
+def _reason(error: Exception) -> str:
+    """Why a dial failed, without the addresses that p2pd lists: they stay with the cause."""
+    last = str(error).strip().rpartition("\n")[2]
+    return last.rpartition("] ")[2].rpartition(": ")[2] or type(error).__name__
 
 
 async def _reach(daemon: Daemon, contacts: Sequence[tuple[str, Multiaddr]], timeout: float) -> list[Multiaddr]:

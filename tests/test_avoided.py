@@ -1,0 +1,107 @@
+"""Whom routes avoid: a worker that failed, until it has answered again; it is asked off the call path."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kwflow.errors import WorkerFailed, WorkerFull
+from tests import tiny
+from tests.mortal import Swarm
+
+B, S, D = 2, 3, tiny.HIDDEN
+X = tiny.random(B, S, D)
+
+
+@pytest.fixture
+def swarm(monkeypatch: pytest.MonkeyPatch) -> Swarm:
+    """Two workers of all layers, of which the first is the one that routes take; a failed one is asked again soon."""
+    monkeypatch.setattr(importlib.import_module("kwflow.connect"), "BAN_SECONDS", 0.1)
+    return Swarm("llama", (0, 4), (0, 4))
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true in time"
+        time.sleep(0.01)
+
+
+def bans(swarm: Swarm) -> dict[str, Any]:
+    return swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+def lose(swarm: Swarm) -> list[str]:
+    """The first one dies at once; from now on dials are listed by whom they are of."""
+    swarm.flow(X)
+    swarm.kill(0)
+    dialled: list[str] = []
+    opened = swarm.flow.peers.pool.transport.open
+
+    async def watched(peer: str, **more: Any) -> Any:
+        dialled.append(peer)
+        return await opened(peer, **more)
+
+    swarm.flow.peers.pool.transport.open = watched  # type: ignore[method-assign]
+    return dialled
+
+
+def test_one_that_failed_is_dialled_by_no_call_while_there_are_others(swarm: Swarm) -> None:
+    expected = swarm.flow(X)
+    dialled = lose(swarm)
+    assert torch.equal(swarm.flow(X), expected)
+    first = bans(swarm)[swarm.names[0]]
+    until(lambda: bans(swarm)[swarm.names[0]].failures == 2)  # asked by nobody's call
+    assert bans(swarm)[swarm.names[0]].until > first.until
+    before = dialled.count(swarm.names[0])
+    for _ in range(5):
+        assert torch.equal(swarm.flow(X), expected)
+    assert dialled.count(swarm.names[0]) <= before + 1, "at most the next question of how it is"
+    assert swarm.flow.peers.avoided(swarm.names[0])
+
+
+def test_it_is_used_again_once_it_has_answered(swarm: Swarm) -> None:
+    lose(swarm)
+    swarm.flow(X)
+    swarm.revive(0)
+    until(lambda: not bans(swarm))
+    asked = swarm.asked(0)
+    swarm.flow(X)
+    assert swarm.asked(0) == asked + 1
+
+
+def test_it_is_used_again_at_once_where_there_is_no_other(swarm: Swarm) -> None:
+    expected = swarm.flow(X)
+    lose(swarm)
+    swarm.flow(X)
+    swarm.revive(0)
+    swarm.kill(1)
+    assert torch.equal(swarm.flow.options(timeout=3)(X), expected)
+
+
+def test_one_that_left_the_directory_is_forgotten(swarm: Swarm) -> None:
+    lose(swarm)
+    swarm.flow(X)
+    swarm.hidden = {0}
+    until(lambda: not bans(swarm))
+
+
+def test_a_flow_that_is_closed_asks_nobody(swarm: Swarm) -> None:
+    dialled = lose(swarm)
+    swarm.flow(X)
+    swarm.flow.close()
+    count = len(dialled)
+    time.sleep(0.3)  # longer than it would take
+    assert len(dialled) == count
+
+
+def test_who_is_full_is_not_avoided(swarm: Swarm) -> None:
+    swarm.flow.peers.failed(WorkerFull("no room", peer=swarm.names[0]))
+    assert not bans(swarm)
+    swarm.flow.peers.failed(WorkerFailed("silent", peer=swarm.names[0]))
+    assert swarm.flow.peers.avoided(swarm.names[0])
