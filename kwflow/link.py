@@ -224,11 +224,13 @@ class Pool:
             self.bytes_received += received
         if self._watching and "span" in request.meta:
             seconds = time.perf_counter() - began
-            parts = [_seconds(reply, name) for name in ("waited", "queue", "compute")]
+            spent = {name: _seconds(reply, name) for name in ("waited", "queue", "compute")}
             op = "derivative" if "ops" in request.meta else "step" if request.meta["op"] == "step" else "forward"
             start, stop = request.meta["span"]
+            moved = {"bytes_sent": sent, "bytes_received": received}
+            timing = Timing(op, (start, stop), channel.peer, began, seconds, **spent, **moved)
             for timings in self._watching:
-                timings.append(Timing(op, (start, stop), channel.peer, began, seconds, *parts, sent, received))
+                timings.append(timing)
         return reply
 
     @contextlib.contextmanager
@@ -252,7 +254,7 @@ class Pool:
 def _seconds(reply: Message, name: str) -> float:
     """What a worker says that something took; 0 where it does not."""
     said = reply.meta.get(name)
-    return float(said) if type(said) in (int, float) else 0.0
+    return float(said) if isinstance(said, int | float) and not isinstance(said, bool) else 0.0
 
 
 # ---- in-process --------------------------------------------------------------------------------------------------
