@@ -564,5 +564,8 @@ def test_the_time_of_each_request_is_collected() -> None:
         assert min(one.queue, one.compute, one.network, one.bytes_sent, one.bytes_received) > 0 == one.waited
         assert one.seconds == pytest.approx(one.queue + one.compute + one.network)
     assert f"forward of layers 0:1 on {timings[0].peer[-8:]}: " in str(timings[0])
-    remote(hidden.detach())
-    assert len(timings) == 12, "no more after it"
+    with remote.timed() as more:
+        with remote.timed():
+            pass
+        remote(hidden.detach())
+    assert len(timings) == 12 and len(more) == 3, "to the end of its own block"
