@@ -19,7 +19,6 @@ from torch import Tensor
 
 import kwflow as kf
 from benchmarks.memory import peak, reset_peak
-from kwflow import link
 
 Say = Callable[[str], None]
 
@@ -173,7 +172,7 @@ def decode(sizes: Sizes, threads: int, local: Any, remotes: dict[int, Any], pids
                 at.append(time.perf_counter())
                 return torch.zeros(ids.shape[0], dtype=torch.bool)
 
-            watch = _layer_seconds(local) if workers == 0 else _call_seconds()
+            watch = _layer_seconds(local) if workers == 0 else _call_seconds(model.flow)
             with watch as spent:
                 model.generate(
                     input_ids=ids,
@@ -252,23 +251,12 @@ Spent = list[tuple[float, float, float, float]]  # when it ended, seconds in all
 
 
 @contextmanager
-def _call_seconds() -> Iterator[Spent]:
+def _call_seconds(flow: Any) -> Iterator[Spent]:
     """Every request's round trip, and what its reply says of the worker's queue and compute."""
     spent: Spent = []
-    call = link.call
-
-    async def timed(channel: Any, request: Any) -> Any:
-        began = time.perf_counter()
-        reply = await call(channel, request)
-        ended = time.perf_counter()
-        spent.append((ended, ended - began, reply.meta.get("compute", 0.0), reply.meta.get("queue", 0.0)))
-        return reply
-
-    link.call = timed
-    try:
+    with flow.timed() as timings:
         yield spent
-    finally:
-        link.call = call
+    spent += [(one.began + one.seconds, one.seconds, one.compute, one.queue) for one in timings]
 
 
 @contextmanager

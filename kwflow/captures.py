@@ -23,6 +23,7 @@ from kwflow.axes import Axed, check_sizes
 from kwflow.edits import POINTS as EDITED
 from kwflow.edits import numbers
 from kwflow.errors import KwargError, SessionError, SpanError, did_you_mean
+from kwflow.notebook import pages
 from kwflow.patterns import PATTERN
 from kwflow.positions import Columns, is_mask, select
 
@@ -79,11 +80,40 @@ class Capture:
 
     def __repr__(self) -> str:
         found = f"{tuple(self.mask.shape)} (batch, pos)" if self._taken else "nothing yet"
+        what = ", ".join(f"{point}={_short(own)}" for point, own in self._layers().items())
+        return f"Capture({what}, at={self.at!r:.40}; {found})"
+
+    def _repr_html_(self) -> str:
+        if not self._taken:
+            return pages.page(repr(self))
+        mask = self.mask
+        rows = [self._row(point, layers, tuple(mask.shape)) for point, layers in self._layers().items()]
+        counts = sorted({int(count) for count in mask.sum(1)})
+        held = f"{counts[0]} in each row" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} in a row"
+        said = pages.line(f"positions: {held}; {self.nbytes:,} bytes in all", dim=True)
+        return pages.page(repr(self), pages.table(["point", "layers", "each", "dtype", "bytes"], rows), said)
+
+    def _row(self, point: str, layers: list[int], size: tuple[int, ...]) -> list[str]:
+        """What is held of a point: its layers have one shape."""
+        steps = [values[point, layer] for _, _, values in self._taken for layer in layers]
+        features = max(tuple(step.shape[2:]) for step in steps)  # a pattern's keys grow from step to step
+        names = "batch pos head key" if point == PATTERN else "batch pos head head_dim"
+        names = "batch pos hidden" if len(features) == 1 else names
+        each = f"{'×'.join(map(str, (*size, *features)))} ({names})"
+        dtype = str(steps[0].dtype).removeprefix("torch.")
+        return [point, _short(layers).strip("[]"), each, dtype, f"{sum(step.nbytes for step in steps):,}"]
+
+    def _layers(self) -> dict[str, list[int]]:
+        """By point."""
         layers: dict[str, list[int]] = {}
         for point, layer in self.keys:
             layers.setdefault(point, []).append(layer)
-        what = ", ".join(f"{point}={_short(own)}" for point, own in layers.items())
-        return f"Capture({what}, at={self.at!r:.40}; {found})"
+        return layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that was captured, as it came from the workers."""
+        return sum(step.nbytes for _, _, values in self._taken for step in values.values())
 
     def __iter__(self) -> Iterator[Key]:
         return iter(self.keys)

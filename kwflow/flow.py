@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -280,6 +281,19 @@ class Flow:
             raise UnsupportedError("a session runs in the workers' dtype; options(dtype=) is for calls")
 
         return Session(self, max_length, replay)
+
+    def timed(self) -> AbstractContextManager[list[link.Timing]]:
+        """Collect where the time of the calls, gradients and steps inside goes: one Timing for each request.
+
+            with flow.timed() as timings:
+                out = flow(**x)
+            print(*timings, sep="\\n")               # by worker: network, queue and compute seconds, bytes both ways
+            kf.notebook.latency(timings)
+
+        Of all that goes over this flow's links: its slices, sessions and models too, from any thread. A call makes one
+        request for each worker and sub-batch. Requests that failed are left out.
+        """
+        return self.peers.pool.timed()
 
     # ---- lifetime
 

@@ -13,8 +13,10 @@ import concurrent.futures
 import contextlib
 import os
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from kwflow import wire
@@ -156,34 +158,103 @@ async def call(channel: Channel, request: Message) -> Message:
     return reply
 
 
+@dataclass(frozen=True)
+class Timing:
+    """One request for some layers and its reply, as the client saw them; times in seconds. See ``flow.timed``."""
+
+    op: str  # forward, derivative (backward, jvp and others) or step
+    layers: tuple[int, int]
+    peer: str
+    began: float  # by time.perf_counter()
+    seconds: float  # in all: from the request to its reply, on a stream that is open
+    waited: float  # by the worker, for the worker before it, which hands its output of a step on
+    queue: float  # behind other work of the worker
+    compute: float
+    bytes_sent: int
+    bytes_received: int
+
+    @property
+    def network(self) -> float:
+        """What is left: tensors to bytes and back, and their way both ways."""
+        return self.seconds - self.waited - self.queue - self.compute
+
+    def __str__(self) -> str:
+        names = ("network", "waited", "queue", "compute")
+        parts = ", ".join(f"{name} {1000 * getattr(self, name):.1f}" for name in names)
+        start, stop = self.layers
+        return (
+            f"{self.op} of layers {start}:{stop} on {self.peer[-8:]}: {1000 * self.seconds:.1f} ms ({parts}), "
+            f"{self.bytes_sent:,} bytes there, {self.bytes_received:,} back"
+        )
+
+
 class Pool:
-    """Idle channels to each peer, for requests that need no session; a channel that failed is not used again."""
+    """Idle channels to each peer, for requests that need no session; a channel that failed is not used again.
+
+    What goes through ``exchange`` is counted: bytes, and while somebody watches (``timed``), time.
+    """
 
     def __init__(self, transport: Transport):
         self.transport = transport
         self.bytes_sent = self.bytes_received = 0
         self._idle: dict[str, list[Channel]] = defaultdict(list)
+        self._watching: tuple[list[Timing], ...] = ()
 
     async def __call__(self, peer: str, request: Message) -> Message:
         idle = self._idle[peer]
         while idle and idle[-1].closed:
             idle.pop()
         channel = idle.pop() if idle else await self.transport.open(peer)
-        sent, received = channel.bytes_sent, channel.bytes_received
         try:
-            return await call(channel, request)
+            return await self.exchange(channel, request)
         finally:
-            self.bytes_sent += channel.bytes_sent - sent
-            self.bytes_received += channel.bytes_received - received
             if channel.closed:
                 await channel.aclose()
             else:
                 idle.append(channel)
 
+    async def exchange(self, channel: Channel, request: Message) -> Message:
+        """``call`` on a channel that nobody else uses, counted."""
+        began, sent, received = time.perf_counter(), channel.bytes_sent, channel.bytes_received
+        try:
+            reply = await call(channel, request)
+        finally:
+            sent, received = channel.bytes_sent - sent, channel.bytes_received - received
+            self.bytes_sent += sent
+            self.bytes_received += received
+        if self._watching and "span" in request.meta:
+            seconds = time.perf_counter() - began
+            spent = {name: _seconds(reply, name) for name in ("waited", "queue", "compute")}
+            op = "derivative" if "ops" in request.meta else "step" if request.meta["op"] == "step" else "forward"
+            start, stop = request.meta["span"]
+            moved = {"bytes_sent": sent, "bytes_received": received}
+            timing = Timing(op, (start, stop), channel.peer, began, seconds, **spent, **moved)
+            for timings in self._watching:
+                timings.append(timing)
+        return reply
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[list[Timing]]:
+        """Collect the time of each request for layers that is answered meanwhile."""
+        timings: list[Timing] = []
+        with _lock:
+            self._watching = (*self._watching, timings)
+        try:
+            yield timings
+        finally:
+            with _lock:
+                self._watching = tuple(own for own in self._watching if own is not timings)
+
     async def aclose(self) -> None:
         for channels in self._idle.values():
             while channels:
                 await channels.pop().aclose()
+
+
+def _seconds(reply: Message, name: str) -> float:
+    """What a worker says that something took; 0 where it does not."""
+    said = reply.meta.get(name)
+    return float(said) if isinstance(said, int | float) and not isinstance(said, bool) else 0.0
 
 
 # ---- in-process --------------------------------------------------------------------------------------------------

@@ -113,23 +113,19 @@ class Stage:
             meta |= {"max_length": self.max_length, "session": self.name}
         if step.reorders:
             meta["reorder"] = [[number, rows] for number, rows in step.reorders]
-        before = self.channel.bytes_sent, self.channel.bytes_received
         try:
             tree = request_tree(step.hidden, bound, same=same)
             if handed is not None:
                 meta |= self._handing(handed)
             if handed is not None and not handed.first:
                 del tree["hidden"]
-            reply = await link.call(self.channel, Message(meta, tree))
+            reply = await pool.exchange(self.channel, Message(meta, tree))
         except WorkerFailed as error:
             error.span = error.span or hop.span
             raise
         except BaseException:
             self.given_up = self.channel.closed  # by this side: the worker is not to blame
             raise
-        finally:
-            pool.bytes_sent += self.channel.bytes_sent - before[0]
-            pool.bytes_received += self.channel.bytes_received - before[1]
         outputs = check_outputs(reply.tree, step.hidden, hop, step.bound)
         self.held = bound
         if handed is not None:

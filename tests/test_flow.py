@@ -545,3 +545,27 @@ def test_a_call_is_checked_and_estimated_without_being_sent() -> None:
     assert estimate.bytes_received == (whole + column, whole, whole + 2 * column)
     assert estimate.bytes_sent == (whole + index, whole + column, whole + 2 * index)
     assert "layers 1:3" in str(estimate)
+
+
+def test_the_time_of_each_request_is_collected() -> None:
+    remote, hidden = flow("llama", THREE), random(4, 3, HIDDEN).requires_grad_()
+    pool, plain = remote.peers.pool, remote(hidden.detach())
+    assert plain.shape == hidden.shape, "workers have said who they are"
+    with remote.options(batch_tokens=6).timed() as timings, remote[1:3].timed() as others:
+        moved = pool.bytes_sent + pool.bytes_received
+        remote.options(batch_tokens=6)(hidden).sum().backward()
+    spans = [(0, 1), (1, 3), (3, 4)]
+    assert sorted((one.op, one.layers) for one in timings) == sorted(
+        (op, span) for op in ("forward", "derivative") for span in spans for _ in range(2)
+    )
+    assert others == timings, "all that goes over the same links"
+    assert sum(one.bytes_sent + one.bytes_received for one in timings) == pool.bytes_sent + pool.bytes_received - moved
+    for one in timings:
+        assert min(one.queue, one.compute, one.network, one.bytes_sent, one.bytes_received) > 0 == one.waited
+        assert one.seconds == pytest.approx(one.queue + one.compute + one.network)
+    assert f"forward of layers 0:1 on {timings[0].peer[-8:]}: " in str(timings[0])
+    with remote.timed() as more:
+        with remote.timed():
+            pass
+        remote(hidden.detach())
+    assert len(timings) == 12 and len(more) == 3, "to the end of its own block"

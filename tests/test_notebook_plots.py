@@ -15,6 +15,7 @@ import torch
 
 import kwflow as kf
 from kwflow.errors import KwargError, ShapeError, WorkerFailed
+from kwflow.link import Timing
 from kwflow.notebook.pages import BLUE, ORANGE
 from kwflow.replay import Replay
 from tests import tiny
@@ -74,11 +75,30 @@ def test_a_dose_response_shows_median_and_spread() -> None:
     assert len(figure.axes[0].collections) == 4 and "layer 2" in texts(figure)
 
 
+def timing(op: str = "step", layers: tuple[int, int] = (0, 2), waited: float = 0.0, compute: float = 0.03) -> Timing:
+    """Of a millisecond in the queue and two on the network."""
+    return Timing(op, layers, "peer-some", 0.0, waited + compute + 0.003, waited, 0.001, compute, 10, 10)
+
+
+def test_latency_stacks_the_medians_of_each_worker() -> None:
+    steps = [timing(compute=own) for own in (0.01, 0.03, 9.0)] + [timing(layers=(2, 4), waited=0.04)]
+    figure = kf.notebook.latency([*steps, timing("forward", (2, 4))])
+    (ax,) = figure.axes
+    waited, queue, compute, network = ([bar.get_width() for bar in bars] for bars in ax.containers)
+    assert waited == pytest.approx([0, 40, 0]) and queue == pytest.approx([1, 1, 1])
+    assert compute == pytest.approx([30, 30, 30]) and network == pytest.approx([2, 2, 2])
+    assert [bar.get_x() for bar in ax.containers[-1]] == pytest.approx([31, 71, 31]), "each begins where another ends"
+    names = [text.get_text() for text in ax.get_yticklabels()]
+    assert names == ["step 0:2, eer-some (3×)", "step 2:4, eer-some (1×)", "forward 2:4, eer-some (1×)"]
+    assert "waits" not in texts(kf.notebook.latency([timing()]))
+
+
 def test_figures_are_clear_grey_and_leave_nothing_behind() -> None:
     figures = [
         kf.notebook.heatmap(random(3, 5), title="HEAT"),
         kf.notebook.timeline([0.1, 0.2], replays=[REPLAY]),
         kf.notebook.dose_response([0.0, 1.0], {"p": {"LINE": random(2, 3)}}),
+        kf.notebook.latency([timing()], title="TIME"),
     ]
     for figure in figures:
         pixels = drawn(figure)
@@ -102,6 +122,7 @@ def test_figures_are_clear_grey_and_leave_nothing_behind() -> None:
         (lambda: kf.notebook.dose_response([0.0], {}), KwargError, "panels is empty"),
         (lambda: kf.notebook.dose_response([0.0], {"p": random(2, 3)}), ShapeError, "p has 2 rows for 1"),
         (lambda: kf.notebook.dose_response(["a"], {"p": random(1, 3)}), KwargError, "strengths is a list"),
+        (lambda: kf.notebook.latency([]), KwargError, "timings is empty"),
     ],
 )
 def test_plots_refuse_what_does_not_fit(draw: Any, error: type[Exception], said: str) -> None:
@@ -138,6 +159,31 @@ def test_a_session_shows_its_kwargs_and_whom_it_lost() -> None:
         session.step(random(B, 1, D))
         page = session._repr_html_()
     assert "3 stepwise, bitwise" in page and session.replays[0].reason in page
+
+
+def test_a_capture_shows_what_it_holds_of_each_point() -> None:
+    swarm = Swarm("llama", (0, 2), (2, LAYERS))
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    assert "nothing yet" in kf.Capture(resid=[1])._repr_html_()
+    points = {"resid": range(3), "head": [0, 2], "pattern": [3]}
+    _, acts = swarm.flow.capture(points, random(B, S, D), attention_mask=mask)
+    rows = [re.findall("<td[^>]*>([^<]*)", row) for row in acts._repr_html_().split("<tr>")[2:]]
+    assert rows == [
+        ["resid", "0..2", f"{B}×{S}×{D} (batch pos hidden)", "float32", f"{3 * B * S * D * 4:,}"],
+        ["head", "0, 2", f"{B}×{S}×4×{D // 4} (batch pos head head_dim)", "float32", f"{2 * B * S * D * 4:,}"],
+        ["pattern", "3", f"{B}×{S}×4×{S} (batch pos head key)", "float32", f"{B * S * 4 * S * 4:,}"],
+    ]
+    assert acts.nbytes == sum(acts[key].nbytes for key in acts) == (5 * D + 4 * S) * B * S * 4
+    assert f"positions: 2 to 4 in a row; {acts.nbytes:,} bytes in all" in acts._repr_html_()
+
+
+def test_a_sessions_capture_shows_the_positions_of_all_steps() -> None:
+    swarm, acts = Swarm("llama", (0, LAYERS)), kf.Capture(pattern=[1])
+    with swarm.flow.session(max_length=8) as session:
+        for _ in range(3):
+            session.step(random(B, 1, D), capture=acts)
+    assert f"{B}×3×4×3 (batch pos head key)" in acts._repr_html_()
+    assert f"positions: 3 in each row; {B * 4 * (1 + 2 + 3) * 4:,} bytes in all" in acts._repr_html_()
 
 
 def test_a_match_says_its_verdict_in_words_and_in_no_red_or_green() -> None:

@@ -643,6 +643,30 @@ def test_workers_hand_on_what_the_client_would_carry() -> None:
     assert pushed(swarm) == 2 * 8, "two hand on, all steps but the first"
 
 
+def test_a_worker_says_how_long_it_waited_for_the_one_before() -> None:
+    swarm = Swarm("llama", (0, 2), (2, LAYERS))
+    with swarm.flow.session(16) as session, swarm.flow.timed() as timings:
+        for _ in range(3):
+            session.step(random(B, 1, D))
+    assert [one.layers for one in timings].count((2, LAYERS)) == 3 and {one.op for one in timings} == {"step"}
+    first, *handed = [one for one in timings if one.layers == (2, LAYERS)]
+    assert first.waited == 0 and all(one.waited > 0 for one in handed)
+    assert all(one.waited == 0 for one in timings if one.layers == (0, 2))
+    hidden = 4 * B * D
+    assert first.bytes_sent > hidden > max(one.bytes_sent for one in handed), "another worker brings it"
+    assert all(one.network > 0 for one in timings)
+
+
+def test_a_worker_that_says_nonsense_of_its_time_is_used_all_the_same() -> None:
+    swarm = Swarm("llama", (0, 2), (2, LAYERS))
+    x = random(B, S, D)
+    expected = swarm.flow(x)
+    swarm.answers(0, lambda reply: Message({"compute": "much", "queue": None, "waited": True}, reply.tree))
+    with swarm.flow.timed() as timings:
+        assert torch.equal(swarm.flow(x), expected)
+    assert (timings[0].waited, timings[0].queue, timings[0].compute) == (0, 0, 0) and timings[1].compute > 0
+
+
 def test_what_is_lost_between_workers_goes_through_the_client(caplog: pytest.LogCaptureFixture) -> None:
     swarm = swarm_of(SPLITS["two"][:3])
     x = random(B, S, D)

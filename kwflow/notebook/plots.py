@@ -169,6 +169,47 @@ def _band(ax: Axes, doses: np.ndarray, numbers_SN: np.ndarray, name: str, colour
     ax.plot(doses, median, color=colour, marker=".", label=name)
 
 
+def latency(timings: Sequence[Any], *, title: str = "") -> Figure:
+    """Draw where the time of requests goes, by worker: the median milliseconds of queue, compute and network.
+
+        with flow.timed() as timings:
+            out = flow(**x)
+        kf.notebook.latency(timings)
+
+    A bar for each worker, layers and operation, with the number of requests behind it. In a session a worker that is
+    handed the output of the worker before it also waits for that, which is drawn first and pale: it is that worker's
+    time. Sub-batches are on their way at once, so bars of one call do not add up to its time. Raises KwargError.
+    """
+    import numpy as np
+
+    parts = {"waited": GREY, "queue": LINES[1], "compute": LINES[0], "network": LINES[2]}
+    own: dict[tuple[Any, ...], list[list[float]]] = {}
+    for one in timings:
+        numbers = [1000 * max(0.0, getattr(one, part)) for part in parts]
+        own.setdefault((one.op, *one.layers, one.peer), []).append(numbers)
+    if not own:
+        raise KwargError("latency: timings is empty; collect them with flow.timed()")
+    ops = [op for op, *_ in own]  # in the order in which they came
+    keys = sorted(own, key=lambda key: (ops.index(key[0]), *key[1:]))
+    names = [f"{key[0]} {key[1]}:{key[2]}, {key[3][-8:]} ({len(own[key])}×)" for key in keys]
+    medians = np.array([np.median(own[key], axis=0) for key in keys])
+    with _style():
+        figure, (ax,) = _figure(1, 1, (WIDTH, 1.0 + 0.3 * len(names)))
+        left = np.zeros(len(names))
+        for (part, colour), values in zip(parts.items(), medians.T, strict=True):
+            if part != "waited" or values.any():
+                said = "waits for the worker before" if part == "waited" else part
+                ax.barh(
+                    names, values, left=left, height=0.7, label=said, color=colour, alpha=0.3 if said != part else 1
+                )
+            left += values
+        ax.invert_yaxis()
+        ax.grid(visible=False, axis="y")
+        ax.set(xlabel="ms, median", title=title)
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1, ncols=4)
+    return figure
+
+
 # ---- what all plots share ----------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -226,7 +227,10 @@ class ClientConnection:
     async def _step(self, request: Message) -> Message:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
-        tree = request.tree if meta.get("from") is None else await self._brought(request)
+        came, tree, spent = time.perf_counter(), request.tree, dict[str, float]()
+        if meta.get("from") is not None:
+            tree = await self._brought(request)
+            spent["waited"] = round(time.perf_counter() - came, 6)
         held = self.session and self.session.kwargs
         hidden, bound, _ = read(tree, (start, stop), held)
         check_hidden(hidden, spec)
@@ -274,7 +278,7 @@ class ClientConnection:
         outputs, queued, computed = await self.served.compute(DECODE if seq == 1 else PREFILL, work)
         if "hand" in meta:
             self.served.hand_on(session, read_count(meta, "hand"), outputs[0])
-        return Message({"queue": round(queued, 6), "compute": round(computed, 6)}, outputs)
+        return Message({**spent, "queue": round(queued, 6), "compute": round(computed, 6)}, outputs)
 
     async def _brought(self, request: Message) -> dict[str, Any]:
         """A step's tree with the hidden that another worker brings."""
