@@ -162,14 +162,17 @@ def loss_curve(
             title, gap = _gap(curves["remote"], curves["local"])
             column_of[1].plot(steps, gap, color=LINES[2], marker=".", lw=1.5)
             column_of[1].set_title(title)
-            column_of[1].set_ylim(0, 1.15 * gap.max() or 1.0)
+            top = gap.max() or 1.0
+            column_of[1].set_ylim(-0.1 * top, 1.15 * top)
+            if not gap.any():
+                column_of[1].set_yticks([0])
         for ax in column_of:
             for step in marks:
                 ax.axvline(step, color=LINES[1], ls="--", lw=1.2)
         for step, what in marks.items():
-            place = (step, 1.0), ("data", "axes fraction")
-            column_of[0].annotate(what, place[0], (4, -10), place[1], "offset points", color=LINES[1])
+            column_of[0].annotate(what, (step, 1), (4, -10), ("data", "axes fraction"), "offset points", color=LINES[1])
         column_of[-1].set_xlabel("step")
+        column_of[-1].xaxis.get_major_locator().set_params(integer=True)
     return figure
 
 
