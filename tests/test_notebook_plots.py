@@ -93,12 +93,31 @@ def test_latency_stacks_the_medians_of_each_worker() -> None:
     assert "waits" not in texts(kf.notebook.latency([timing()]))
 
 
+def test_a_loss_curve_stands_above_its_difference() -> None:
+    losses = 2 + random(6)
+    figure = kf.notebook.loss_curve(losses, losses, marks={3: "kill -9"}, label="cross-entropy")
+    above, below = figure.axes
+    local, remote = (line.get_xydata() for line in above.lines[:2])
+    assert np.array_equal(remote[:, 1], losses.double()) and np.array_equal(local, remote)
+    assert not below.lines[0].get_ydata().any() and "every number is equal" in texts(figure)
+    assert "kill -9" in texts(figure) and "cross-entropy" in texts(figure)
+    assert all(3 in ax.lines[-1].get_xdata() for ax in figure.axes), "the mark goes through both"
+
+    other = losses.clone()
+    other[4] += 0.5
+    figure = kf.notebook.loss_curve(other, losses)
+    assert figure.axes[1].lines[0].get_ydata() == pytest.approx([0, 0, 0, 0, 0.5, 0])
+    assert "largest 0.5" in texts(figure) and figure.axes[1].get_ylim()[1] > 0.5
+    assert len(kf.notebook.loss_curve(losses).axes) == 1, "nothing to compare with"
+
+
 def test_figures_are_clear_grey_and_leave_nothing_behind() -> None:
     figures = [
         kf.notebook.heatmap(random(3, 5), title="HEAT"),
         kf.notebook.timeline([0.1, 0.2], replays=[REPLAY]),
         kf.notebook.dose_response([0.0, 1.0], {"p": {"LINE": random(2, 3)}}),
         kf.notebook.latency([timing()], title="TIME"),
+        kf.notebook.loss_curve([2.0, 1.0], [2.0, 1.5], marks={1: "MARK"}),
     ]
     for figure in figures:
         pixels = drawn(figure)
@@ -119,6 +138,9 @@ def test_figures_are_clear_grey_and_leave_nothing_behind() -> None:
         (lambda: kf.notebook.timeline([0.1], marks={1: "kill"}), KwargError, "none of the columns 0:1"),
         (lambda: kf.notebook.timeline([0.1, 0.0]), KwargError, "seconds has 0"),
         (lambda: kf.notebook.timeline([0.1], values={"a": [1.0, 2.0]}), ShapeError, "2 numbers for 1"),
+        (lambda: kf.notebook.loss_curve([1.0, 2.0], [1.0]), ShapeError, "remote has 2 steps, local 1"),
+        (lambda: kf.notebook.loss_curve([1.0, 2.0], marks={2: "kill"}), KwargError, "none of the steps 0:2"),
+        (lambda: kf.notebook.loss_curve(random(2, 3)), ShapeError, "remote has shape (2, 3)"),
         (lambda: kf.notebook.dose_response([0.0], {}), KwargError, "panels is empty"),
         (lambda: kf.notebook.dose_response([0.0], {"p": random(2, 3)}), ShapeError, "p has 2 rows for 1"),
         (lambda: kf.notebook.dose_response(["a"], {"p": random(1, 3)}), KwargError, "strengths is a list"),

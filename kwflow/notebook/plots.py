@@ -48,10 +48,7 @@ def heatmap(
         local_LP = _array(local, 2, "local")
         if local_LP.shape != values_LP.shape:
             raise ShapeError(f"heatmap: values are {values_LP.shape}, local {local_LP.shape}; give the same numbers")
-        gap = abs(values_LP - local_LP)
-        most = gap.max(initial=0.0)
-        said = "every number is equal" if most == 0 else f"largest {most:.2g}"
-        sides.append((f"|remote − local|: {said}", gap, ""))
+        sides.append((*_gap(values_LP, local_LP), ""))
     with _style():
         figure, row = _figure(1, len(sides), (WIDTH if len(sides) > 1 else 0.6 * WIDTH, 4.0), sharey=True)
         for ax, (above, numbers, what) in zip(row, sides, strict=True):
@@ -132,6 +129,51 @@ def _said(replay: Any) -> str:
     by = ", ".join(f"{peer[-8:]} ({a}:{b})" for peer, a, b in replay.by)
     lost = f"column {replay.position}: layers {start}:{stop} of {replay.peer[-8:]} went to {by}"
     return f"{lost}; {replay.steps} steps repeated {replay.mode}"
+
+
+def loss_curve(
+    remote: Any, local: Any = None, *, marks: Mapping[int, str] | None = None, label: str = "loss"
+) -> Figure:
+    """Draw a loss over the steps of a training run, and \\|remote - local\\| below it where the local run is given.
+
+        kf.notebook.loss_curve(through_workers, on_this_machine, marks={12: "kill -9"})
+
+    ``remote``, ``local``: the loss of each step, (steps,). ``marks``: {step: what was done to a worker in that step}.
+    ``label``: what the numbers are. Raises KwargError, ShapeError.
+    """
+    curves = {"remote": _array(remote, 1, "remote")}
+    if local is not None:
+        curves = {"local": _array(local, 1, "local"), **curves}
+        if len(curves["local"]) != len(curves["remote"]):
+            raise ShapeError(f"loss_curve: remote has {len(curves['remote'])} steps, local {len(curves['local'])}")
+    steps, marks = range(len(curves["remote"])), dict(marks or {})
+    if outside := [step for step in marks if step not in steps]:
+        raise KwargError(f"loss_curve: marks[{outside[0]!r}] is none of the steps 0:{steps.stop}")
+    with _style():
+        ratios = {"height_ratios": [3, 1] if len(curves) > 1 else [1]}
+        size = (0.75 * WIDTH, 3.6 if len(curves) > 1 else 2.8)
+        figure, column_of = _figure(len(curves), 1, size, sharex=True, gridspec_kw=ratios)
+        for number, (name, losses) in enumerate(curves.items()):
+            wide: dict[str, Any] = {"lw": 5.0, "alpha": 0.45} if name == "local" else {"lw": 1.5, "marker": "."}
+            column_of[0].plot(steps, losses, label=name, color=LINES[number], **wide)
+        column_of[0].set_ylabel(label)
+        column_of[0].legend()
+        if len(curves) > 1:
+            title, gap = _gap(curves["remote"], curves["local"])
+            column_of[1].plot(steps, gap, color=LINES[2], marker=".", lw=1.5)
+            column_of[1].set_title(title)
+            top = gap.max() or 1.0
+            column_of[1].set_ylim(-0.1 * top, 1.15 * top)
+            if not gap.any():
+                column_of[1].set_yticks([0])
+        for ax in column_of:
+            for step in marks:
+                ax.axvline(step, color=LINES[1], ls="--", lw=1.2)
+        for step, what in marks.items():
+            column_of[0].annotate(what, (step, 1), (4, -10), ("data", "axes fraction"), "offset points", color=LINES[1])
+        column_of[-1].set_xlabel("step")
+        column_of[-1].xaxis.get_major_locator().set_params(integer=True)
+    return figure
 
 
 def dose_response(strengths: Any, panels: Mapping[str, Any], *, xlabel: str = "strength") -> Figure:
@@ -252,6 +294,13 @@ def _array(values: Any, rank: int, what: str) -> np.ndarray:
     if found.ndim != rank or not found.size:
         raise ShapeError(f"{what} has shape {found.shape}; give {rank} dimension{'s' * (rank > 1)}, none of size 0")
     return found
+
+
+def _gap(remote: np.ndarray, local: np.ndarray) -> tuple[str, np.ndarray]:
+    """What to write above the picture of a difference, and the difference."""
+    gap = abs(remote - local)
+    most = gap.max(initial=0.0)
+    return f"|remote − local|: {'every number is equal' if most == 0 else f'largest {most:.2g}'}", gap
 
 
 def _scale(numbers: np.ndarray) -> dict[str, Any]:
