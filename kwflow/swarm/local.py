@@ -70,12 +70,21 @@ class LocalSwarm:
         """Addresses of the workers that run now."""
         return [addr for worker in self.workers if worker.alive and not worker.paused for addr in worker.addrs]
 
+    @property
+    def closed(self) -> bool:
+        return not self._close.alive
+
     def add(self, start: int, stop: int) -> LocalWorker:
         """Start one more worker for layers ``[start, stop)`` and wait until it serves."""
         return self.start([(start, stop)])[0]
 
     def start(self, spans: Sequence[Span]) -> list[LocalWorker]:
-        """Start workers at once and wait until all serve; if one fails, none of them stays."""
+        """Start workers at once and wait until all serve; if one fails, none of them stays.
+
+        Raises WorkerFailed, also for a swarm that is closed, or is closed while they start.
+        """
+        if self.closed:
+            raise WorkerFailed("the swarm is closed; kf.local_swarm starts another")
         deadline = time.monotonic() + self._timeout
         new: list[LocalWorker] = []
         try:
@@ -84,11 +93,13 @@ class LocalSwarm:
             for worker in new:
                 worker.child.send(self._function, deadline)
             self._introduce(new, deadline)
+            self.workers += new
+            if self.closed:  # in the meantime, by another thread
+                raise WorkerFailed("the swarm was closed while its workers started")
         except BaseException:
             for worker in new:
                 worker.child.end()
             raise
-        self.workers += new
         return new
 
     def _spawn(self, span: Span) -> LocalWorker:
