@@ -30,7 +30,7 @@ PLACES = {
     "the prompt's last token": "prompt[-1]",
     "generated tokens": "generated",
 }
-STRONGEST = 0.6  # of the size of what it is added to: beyond, texts break
+STRONGEST = 1.0  # of the size of what it is added to; beyond, texts break
 
 
 def steer_lab(flow: Flow, vectors: Vectors | Mapping[str, Vectors], *, prompt: str = "My new neighbour is") -> SteerLab:
@@ -95,7 +95,7 @@ class SteerLab:
         self._turn = threading.Lock()  # between the buttons and the thread that writes
         self._sizes: tuple[tuple[str, str], dict[int, float]] | None = None  # of the last prompt and point
 
-        wide, own = widgets.Layout(width="100%"), {"description_width": "4.5em"}
+        wide, own = widgets.Layout(width="calc(100% - 6px)"), {"description_width": "4.5em"}
         self.prompt = widgets.Textarea(prompt, description="prompt", rows=2, layout=wide, style=own)
         self.vector = widgets.Dropdown(options=list(vectors), description="vector", style=own)
         self.at = widgets.Dropdown(options=list(PLACES.items()), description="acts on", style=own)
