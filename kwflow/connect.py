@@ -15,7 +15,16 @@ from typing import Any
 import torch
 
 from kwflow import link
-from kwflow.errors import CallerError, DeadlineError, KwargError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
+from kwflow.errors import (
+    CallerError,
+    DeadlineError,
+    KwargError,
+    KwflowError,
+    ModelError,
+    NoRoute,
+    WorkerFailed,
+    WorkerFull,
+)
 from kwflow.flow import Flow
 from kwflow.retry import Hop, Known
 from kwflow.schema import Schema

@@ -20,6 +20,7 @@ from kwflow.axes import Axed
 from kwflow.errors import (
     BlockError,
     BudgetError,
+    CallerError,
     DeadlineError,
     KwargError,
     NoRoute,
@@ -545,3 +546,15 @@ def test_a_call_is_checked_and_estimated_without_being_sent() -> None:
     assert estimate.bytes_received == (whole + column, whole, whole + 2 * column)
     assert estimate.bytes_sent == (whole + index, whole + column, whole + 2 * index)
     assert "layers 1:3" in str(estimate)
+
+
+def test_a_closed_flow_says_so_at_once() -> None:
+    remote, x = make_flow("llama", TWO), {"hidden": random(1, 4, HIDDEN)}
+    remote(**x)
+    with remote.session(max_length=8) as session:
+        session.step(**x)
+        remote.close()
+        with pytest.raises(CallerError, match="the flow is closed"):
+            remote.options(timeout=20)(**x)
+        with pytest.raises(CallerError, match="the flow is closed"):
+            session.step(**x)

@@ -167,7 +167,7 @@ def test_a_step_that_hangs_is_stopped_too() -> None:
 
 def test_a_worker_that_dies_is_replaced_while_a_panel_writes() -> None:
     swarm = Swarm("llama", (0, 2), (2, tiny.LAYERS), (2, tiny.LAYERS))
-    lab = kf.notebook.steer_lab(swarm.flow, V, prompt=PROMPT)
+    lab = kf.notebook.steer_lab(swarm.flow.options(push=False), V, prompt=PROMPT)
     lab.new_tokens.value = 12
     swarm.kill(1, after=5)
     lab.go.click()

@@ -42,7 +42,8 @@ def steer_lab(flow: Flow, vectors: Vectors | Mapping[str, Vectors], *, prompt: s
 
     ``vectors``: ``kf.steering`` vectors, one or several by name. The strength is a share of the size (2-norm) of what
     the vector is added to, at its layer and the prompt's last token, so that layers compare and lengths of vectors do
-    not matter. Greedy. The panel keeps the flow until ``lab.close()``. Needs ipywidgets.
+    not matter. Greedy. Buttons act between cells; what was begun goes on while cells run. The panel keeps the flow
+    until ``lab.close()``. Needs ipywidgets.
 
     Raises KwargError for what are no vectors, SpanError for vectors of other layers, UnsupportedError without
     ipywidgets; what fails later is said in the panel.

@@ -30,7 +30,8 @@ def swarm_view(swarm: LocalSwarm, *, flow: Flow | None = None) -> SwarmView:
         view.rows[1].kill.click()                         # what swarm.kill(1) does
 
     ``flow``: also say which layers each worker would run in that flow's next call, as far as the client knows: it
-    learns of a worker's end when it asks it. The panel does not keep the swarm: without another name for it, its
+    learns of a worker's end when it asks it. The map is new every second, also while a cell runs; buttons act between
+    cells. The panel does not keep the swarm: without another name for it, its
     workers end. Raises UnsupportedError without ipywidgets.
     """
     return SwarmView(swarm, flow, widgets_for("swarm_view"))
