@@ -23,6 +23,7 @@ from kwflow.bound import Bound
 from kwflow.errors import CallerError, WorkerFailed
 from kwflow.prefix import NAME as PREFIX
 from kwflow.prefix import length as prefix_length
+from kwflow.progress import progress
 from kwflow.retry import Hop
 from kwflow.wire import Message
 
@@ -177,7 +178,7 @@ class Stage:
 async def replay(steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool, *, keep: bool = True) -> list[Tensor]:
     """Take the steps of a span again on the workers that serve it now, one after the other; the outputs."""
     outputs = list[Tensor]()
-    for step in steps:
+    for step in progress(steps, "repeating a session's steps", len(steps), unit="step"):
         hidden = step.hidden
         for stage in stages:
             own = stage.own(step, hidden)
