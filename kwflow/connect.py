@@ -16,7 +16,16 @@ from typing import Any
 import torch
 
 from kwflow import link
-from kwflow.errors import DeadlineError, KwargError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
+from kwflow.errors import (
+    CallerError,
+    DeadlineError,
+    KwargError,
+    KwflowError,
+    ModelError,
+    NoRoute,
+    WorkerFailed,
+    WorkerFull,
+)
 from kwflow.flow import Flow
 from kwflow.retry import Hop, Known
 from kwflow.schema import Schema
@@ -75,10 +84,12 @@ class KnownPeers:
     async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
         """Hops that cover ``[start, stop)``; a worker that does not answer hello, or serves other weights, is left out.
 
-        Raises NoRoute; ModelError when only workers with other weights are left.
+        Raises NoRoute; ModelError when only workers with other weights are left; CallerError once it is closed.
         """
         tried: set[str] = set()
         while True:
+            if not self._ended.alive:  # else a call would wait for workers until its deadline
+                raise CallerError("the flow is closed; kf.connect gives another")
             now = time.monotonic()
             silent = {peer for peer, ban in self._bans.items() if ban.silent_until > now}
             view = [worker for worker in self._view() if self._weights(worker) in ("", self.checkpoint)]

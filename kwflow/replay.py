@@ -23,6 +23,7 @@ from kwflow.bound import Bound
 from kwflow.errors import CallerError, WorkerFailed
 from kwflow.prefix import NAME as PREFIX
 from kwflow.prefix import length as prefix_length
+from kwflow.progress import progress
 from kwflow.retry import Hop
 from kwflow.wire import Message
 
@@ -179,7 +180,7 @@ async def replay(
     ``nan``: these steps may give NaN from input without any; else a worker that does so failed, for they did not.
     """
     outputs = list[Tensor]()
-    for step in steps:
+    for step in progress(steps, "repeating a session's steps", len(steps), unit="step"):
         hidden = step.hidden
         for stage in stages:
             own = stage.own(step, hidden)

@@ -120,7 +120,7 @@ def _batches(
     flow: Flow, texts: Mapping[str, Sequence[str]], points: Mapping[str, Any], at: Any, size: int
 ) -> Iterator[Batch]:
     """Activations of the texts, a batch at a time."""
-    from kwflow.models.progress import progress
+    from kwflow.progress import progress
 
     cuts = [(side, i) for side, own in texts.items() for i in range(0, len(own), size)]
     for side, start in progress(cuts, "contrasting texts", len(cuts), unit="batch"):

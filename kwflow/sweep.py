@@ -104,7 +104,7 @@ def sweep(flow: Flow, x: Mapping[str, Any], variants: Any, reduce: Reduce | None
     once; those that differ by other kwargs run one by one. Differentiable with respect to every value. Raises as a
     call does, before anything is sent, and names the variant.
     """
-    from kwflow.models.progress import progress
+    from kwflow.progress import progress
 
     named = _named(variants)
     runs = [_Run.of(flow, x, label, kwargs) for label, kwargs in named]

@@ -22,6 +22,7 @@ from kwflow.errors import KwflowError, SpanError
 from kwflow.flow import Flow
 from kwflow.notebook import pages
 from kwflow.plan import Plan
+from kwflow.progress import progress
 from kwflow.retry import Hop
 
 NOISE_FALLS_BY = 1e4  # fp32 to fp64 lowers rounding by 2^29; a bug stays
@@ -118,7 +119,8 @@ def exact_match(
             threads = min(int(hop.hello["fingerprint"]["threads"]) for plan in plans for hop in plan.route)
         with threads_set(threads):
             reasons, notes = differences(plans, local, hidden), casts(plans, local, hidden)
-            for (name, one), plan in zip(parts, plans, strict=True):
+            pairs = zip(parts, plans, strict=True)
+            for (name, one), plan in progress(pairs, "comparing", len(parts)):
                 ours, expected = one(hidden, **kwargs), _by_cuts(plan, local, hidden)
                 outputs.append(compare(name, *_at_tokens(ours, expected, kwargs)))
                 if layers is None and (flow.start, flow.stop) == (0, flow.ends.layers):
@@ -291,7 +293,8 @@ def _judge(
     wide, gaps = hidden.double(), []
     known = f"; {reasons[0]}" if reasons else ""
     try:
-        for (name, one), plan in zip(parts, plans, strict=True):
+        pairs = zip(parts, plans, strict=True)
+        for (name, one), plan in progress(pairs, "comparing in float64", len(parts)):
             ours = one.options(dtype="float64")(wide, **kwargs)
             expected = _by_cuts(plan, local, wide, torch.float64)
             gaps.append(compare(name, *_at_tokens(ours, expected, kwargs)).max_rel)

@@ -20,6 +20,7 @@ from kwflow.axes import Axed
 from kwflow.errors import (
     BlockError,
     BudgetError,
+    CallerError,
     DeadlineError,
     KwargError,
     NoRoute,
@@ -569,3 +570,15 @@ def test_the_time_of_each_request_is_collected() -> None:
             pass
         remote(hidden.detach())
     assert len(timings) == 12 and len(more) == 3, "to the end of its own block"
+
+
+def test_a_closed_flow_says_so_at_once() -> None:
+    remote, x = make_flow("llama", TWO), {"hidden": random(1, 4, HIDDEN)}
+    remote(**x)
+    with remote.session(max_length=8) as session:
+        session.step(**x)
+        remote.close()
+        with pytest.raises(CallerError, match="the flow is closed"):
+            remote.options(timeout=20)(**x)
+        with pytest.raises(CallerError, match="the flow is closed"):
+            session.step(**x)

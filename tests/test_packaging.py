@@ -32,7 +32,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 # The parts of kwflow, and what each may import of kwflow. Every module has a place here.
 PARTS = {
-    "words": ["errors", "axes", "tree", "link", "wire", "notebook.pages"],
+    "words": ["errors", "axes", "tree", "link", "wire", "progress", "notebook.pages"],
     "core": [
         *("blocks", "positions", "patterns", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
         *("schema", "bound", "kwargs", "derive"),
@@ -43,7 +43,7 @@ PARTS = {
         *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
         *("models.quantize", "models.hooks", "models.hooked", "models.reference", "models.tuning"),
         *("models.checkpoint", "models.shard", "models.hub", "models.gguf", "models.embedded"),
-        *("models.progress", "models.vector_files", "models.beams"),
+        *("models.vector_files", "models.beams"),
     ],
     "swarm": [
         *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from kwflow.models import progress as module
-from kwflow.models.progress import progress
+from kwflow import progress as module
+from kwflow.progress import progress
 
 
 class Terminal(io.StringIO):
@@ -33,3 +33,20 @@ def test_no_bar_in_a_log_or_where_it_is_turned_off(monkeypatch: pytest.MonkeyPat
     assert shown(monkeypatch, io.StringIO()) == ""
     monkeypatch.setenv("TQDM_DISABLE", "1")
     assert shown(monkeypatch, Terminal()) == ""
+
+
+def test_what_is_waited_for_shows_without_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AFTER_SECONDS", 0.2)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    with module.bar("starting workers", 2, unit="worker", mininterval=0) as shown:
+        shown.update(0)
+        assert sys.stderr.getvalue() == ""
+        time.sleep(0.25)
+        shown.update(0)
+        assert "starting workers:   0%" in sys.stderr.getvalue() and "0/2" in sys.stderr.getvalue()
+
+
+def test_what_is_short_imports_no_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    assert list(progress([1, 2], "nothing", 2)) == [1, 2]

@@ -1,6 +1,6 @@
 """A GGUF file as a Hugging Face folder: transformers reads it, once, and kwflow keeps what it read as safetensors.
 
-Imports errors only; tqdm, filelock, gguf and transformers inside the functions that need them.
+Imports errors and progress only; filelock, gguf and transformers inside the functions that need them.
 """
 
 from __future__ import annotations
@@ -124,13 +124,15 @@ def _convert(file: Path, name: str, folder: Path, seconds: float) -> None:
 
 def _watch(child: subprocess.Popen[bytes], name: str, stages: Path, seconds: float) -> None:
     """Show a bar until the child ends or its deadline passes; the child writes one line per finished stage."""
-    from tqdm.auto import tqdm
+    from kwflow.progress import bar
 
     deadline, form = time.monotonic() + seconds, "{desc}: {bar} {n_fmt}/{total_fmt} [{elapsed}]"
-    with tqdm(total=len(STAGES), bar_format=form, leave=False) as bar:
+    with bar(name, len(STAGES), bar_format=form, delay=0) as shown:
         while time.monotonic() < deadline:
-            bar.n = stages.read_text().count("\n") if stages.exists() else 0
-            bar.set_description_str(f"{name}, once: {STAGES[min(bar.n, len(STAGES) - 1)]}")
+            done = stages.read_text().count("\n") if stages.exists() else 0
+            shown.set_description_str(f"{name}, once: {STAGES[min(done, len(STAGES) - 1)]}", refresh=False)
+            shown.update(done - shown.n)
+            shown.refresh()
             try:
                 child.wait(timeout=1.0)
                 return

@@ -23,6 +23,7 @@ from kwflow.models.hooks import edit_hooks, on_input, on_output
 from kwflow.models.prepare import cache_argument
 from kwflow.models.quantize import as_pure, mode_of
 from kwflow.models.spans import config_attention, load_span, model_name, quiet
+from kwflow.progress import progress
 
 
 class Reference(Protocol):
@@ -60,7 +61,8 @@ class Stream:
 
     def run(self, hidden: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
         with torch.no_grad(), precision(dtype):
-            for layer in range(bound.start, bound.stop):
+            layers = range(bound.start, bound.stop)
+            for layer in progress(layers, f"streaming layers {bound.start}:{bound.stop}", len(layers)):
                 spec = load_span(self.model, layer, layer + 1, dtype=self._dtype, quantize=self.quantization)
                 params = spec.params if dtype == spec.dtype else upcast(spec.params, dtype)
                 own, _ = bound.part(None, (layer, layer + 1))

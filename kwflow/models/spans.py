@@ -19,10 +19,10 @@ from kwflow.models.checkpoint import model_name as model_name
 from kwflow.models.experts import derivable_experts
 from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes, unsupported
 from kwflow.models.prepare import cache_argument, recorder
-from kwflow.models.progress import progress
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
 from kwflow.patterns import PATTERN, attention_path
+from kwflow.progress import progress
 from kwflow.schema import schema
 
 

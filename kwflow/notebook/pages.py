@@ -23,6 +23,7 @@ class Bar:
     stop: int
     how: str
     wrong: str = ""
+    gone: bool = False  # nobody computes there any more
 
 
 def page(title: str, *parts: str, said: str = "", colour: str = "inherit") -> str:
@@ -46,20 +47,30 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{cells(header, 'th')}</tr>{body}</table>"
 
 
-def layers_map(layers: int, span: tuple[int, int], bars: Sequence[Bar]) -> str:
+def layers_map(layers: int, span: tuple[int, int], bars: Sequence[Bar], first: str = "this flow") -> str:
     """Workers below each other, each a bar over the layers that it serves; first those of the flow."""
-    rows = [_bar("this flow", *span, f"{span[0]}:{span[1]}", GREY, layers), *(_worker(bar, layers) for bar in bars)]
+    rows = [_bar(first, *span, f"{span[0]}:{span[1]}", GREY, layers), *(_worker(bar, layers) for bar in bars)]
     grid = "display:grid;grid-template-columns:max-content minmax(16em,34em) max-content;gap:3px 1em;font-size:90%"
     return f"<div style='{grid}'>{''.join(rows)}</div>"
 
 
+def one_row(bar: Bar, layers: int) -> str:
+    """One worker alone, in columns as wide as those of every other row."""
+    grid = "display:grid;grid-template-columns:6em minmax(8em,1fr) 17em;gap:0 1em;font-size:90%;line-height:1.6"
+    return f"<div style='{grid}'>{_worker(bar, layers)}</div>"
+
+
 def _worker(bar: Bar, layers: int) -> str:
     colour = ORANGE if bar.wrong else BLUE
-    return _bar(bar.name, bar.start, bar.stop, f"{bar.start}:{bar.stop}", colour, layers, bar.wrong or bar.how)
+    said = bar.wrong or bar.how
+    return _bar(bar.name, bar.start, bar.stop, f"{bar.start}:{bar.stop}", colour, layers, said, gone=bar.gone)
 
 
-def _bar(name: str, start: int, stop: int, text: str, colour: str, layers: int, after: str = "") -> str:
+def _bar(
+    name: str, start: int, stop: int, text: str, colour: str, layers: int, after: str = "", *, gone: bool = False
+) -> str:
     left, width = 100 * start / layers, 100 * (stop - start) / layers
-    inner = f"margin-left:{left:.2f}%;width:{width:.2f}%;background:{colour};color:#fff;text-align:center"
+    look = f"outline:1px dashed {GREY};outline-offset:-1px" if gone else f"background:{colour};color:#fff"
+    inner = f"margin-left:{left:.2f}%;width:{width:.2f}%;{look};text-align:center"
     bar = f"<div style='background:{GREY}33'><div style='{inner};overflow:hidden'>{html.escape(text)}</div></div>"
     return f"<div>{html.escape(name)}</div>{bar}<div>{html.escape(after)}</div>"

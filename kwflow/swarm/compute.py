@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from kwflow.errors import WorkerFailed
+
 DECODE, PREFILL, FORWARD, BACKWARD = range(4)  # priorities: the lowest number goes first
 
 
@@ -26,6 +28,7 @@ class Compute:
         self.threads = torch.get_num_threads()
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._number = itertools.count()
+        self._stopped = False
         self._thread = threading.Thread(target=self._serve, name="kwflow-compute", daemon=True)
         self._thread.start()
         if not _running:
@@ -33,7 +36,9 @@ class Compute:
         _running.add(self)
 
     async def __call__(self, priority: int, work: Callable[[], Any]) -> tuple[Any, float, float]:
-        """Run ``work`` on the compute thread: its result, seconds queued, seconds computing."""
+        """Run ``work`` on the compute thread: its result, seconds queued, seconds computing. Raises WorkerFailed."""
+        if self._stopped:
+            raise WorkerFailed("the worker is closed")
         future: Future[tuple[Any, float, float]] = Future()
         self._queue.put((priority, next(self._number), (work, future, time.perf_counter())))
         return await asyncio.wrap_future(future)
@@ -43,7 +48,7 @@ class Compute:
         while True:
             _, _, job = self._queue.get()
             if job is None:
-                return
+                return self._drop()
             work, future, queued = job
             if not future.set_running_or_notify_cancel():
                 continue
@@ -58,7 +63,15 @@ class Compute:
                 future.set_result((result, began - queued, time.perf_counter() - began))
             del work, future, job
 
+    def _drop(self) -> None:
+        """What still waits is never run, and its callers are told so."""
+        while not self._queue.empty():
+            _, _, job = self._queue.get()
+            if job is not None and job[1].set_running_or_notify_cancel():
+                job[1].set_exception(WorkerFailed("the worker is closed"))
+
     def stop(self) -> None:
+        self._stopped = True
         self._queue.put((-1, next(self._number), None))
 
 

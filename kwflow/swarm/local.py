@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
+from kwflow.progress import bar
 from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_imports
 
 # NOTE [template] each worker imports for itself (10 s of CPU with its weights, all workers at once). Forks of a process
@@ -24,6 +25,7 @@ from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_impo
 # they are imported, and macOS's frameworks do not survive a fork.
 READY_SECONDS = 120.0
 TELL_SECONDS = 10.0
+LOOK_SECONDS = 0.5  # between two looks at who is ready, for the bar
 
 Span = tuple[int, int]
 
@@ -70,12 +72,21 @@ class LocalSwarm:
         """Addresses of the workers that run now."""
         return [addr for worker in self.workers if worker.alive and not worker.paused for addr in worker.addrs]
 
+    @property
+    def closed(self) -> bool:
+        return not self._close.alive
+
     def add(self, start: int, stop: int) -> LocalWorker:
         """Start one more worker for layers ``[start, stop)`` and wait until it serves."""
         return self.start([(start, stop)])[0]
 
     def start(self, spans: Sequence[Span]) -> list[LocalWorker]:
-        """Start workers at once and wait until all serve; if one fails, none of them stays."""
+        """Start workers at once and wait until all serve; if one fails, none of them stays.
+
+        Raises WorkerFailed, also for a swarm that is closed, or is closed while they start.
+        """
+        if self.closed:
+            raise WorkerFailed("the swarm is closed; kf.local_swarm starts another")
         deadline = time.monotonic() + self._timeout
         new: list[LocalWorker] = []
         try:
@@ -83,26 +94,31 @@ class LocalSwarm:
                 new.append(self._spawn(span))
             for worker in new:
                 worker.child.send(self._function, deadline)
-            self._introduce(new, deadline)
+            with bar("starting workers", len(new), unit="worker") as shown:
+                self._introduce(new, deadline, shown)
+            self.workers += new
+            if self.closed:  # in the meantime, by another thread
+                raise WorkerFailed("the swarm was closed while its workers started")
         except BaseException:
             for worker in new:
                 worker.child.end()
             raise
-        self.workers += new
         return new
 
     def _spawn(self, span: Span) -> LocalWorker:
         command = [*self._command, "--blocks", f"{span[0]}:{span[1]}", "--supervised"]
         return LocalWorker(Child(command, env=self._env), span)
 
-    def _introduce(self, new: Sequence[LocalWorker], deadline: float) -> None:
+    def _introduce(self, new: Sequence[LocalWorker], deadline: float, shown: Any) -> None:
         """Let all load at once; the first in the swarm gets no addresses to join, the others get its."""
         peers, waiting = self.peers, list(new)
         told = new if peers else new[:1]
         for worker in told:
             worker.child.send(json.dumps(peers).encode(), deadline)
         while waiting:
-            select.select([worker.child for worker in waiting], [], [], max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            select.select([worker.child for worker in waiting], [], [], min(left, LOOK_SECONDS))
+            shown.update(len(new) - len(waiting) - shown.n)
             for worker in tuple(waiting):
                 try:
                     report = worker.child.report()
