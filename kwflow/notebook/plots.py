@@ -141,6 +141,8 @@ def loss_curve(
     ``remote``, ``local``: the loss of each step, (steps,). ``marks``: {step: what was done to a worker in that step}.
     ``label``: what the numbers are. Raises KwargError, ShapeError.
     """
+    from matplotlib.ticker import MaxNLocator
+
     curves = {"remote": _array(remote, 1, "remote")}
     if local is not None:
         curves = {"local": _array(local, 1, "local"), **curves}
@@ -172,7 +174,7 @@ def loss_curve(
         for step, what in marks.items():
             column_of[0].annotate(what, (step, 1), (4, -10), ("data", "axes fraction"), "offset points", color=LINES[1])
         column_of[-1].set_xlabel("step")
-        column_of[-1].xaxis.get_major_locator().set_params(integer=True)
+        column_of[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure
 
 
