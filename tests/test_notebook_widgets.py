@@ -172,7 +172,7 @@ def test_a_worker_that_dies_is_replaced_while_a_panel_writes() -> None:
     swarm.kill(1, after=5)
     lab.go.click()
     lab.wait(60)
-    assert "12 tokens in" in lab.status.value and swarm.asked(1) == 5 and swarm.asked(2)
+    assert "12 tokens in" in lab.status.value and swarm.asked(1) >= 5 and swarm.asked(2)
     assert torch.equal(lab.ids[0], generated(lab)[0])
     lab.close()
 
@@ -323,14 +323,16 @@ def test_a_view_of_real_processes() -> None:
 @pytest.mark.swarm
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_worker_that_starts_while_its_swarm_is_closed_ends_too() -> None:
+def test_a_worker_that_starts_while_its_swarm_is_closed_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = kf.local_swarm(tiny.folder("llama"), workers=[(0, 4)])
+    spawn, spawned = swarm._spawn, list[Any]()
+    monkeypatch.setattr(swarm, "_spawn", lambda span: spawned.append(spawn(span)) or spawned[-1])
     view = kf.notebook.swarm_view(swarm)
     view.add.click()
-    until(lambda: len(swarm.workers) == 1 and view._adding is not None)
+    until(lambda: spawned)
     swarm.close()
     view.wait(120)
-    assert "closed" in view.status.value and not any(worker.alive for worker in swarm.workers)
+    assert "failed" in view.status.value and not spawned[0].alive
     with pytest.raises(kf.errors.WorkerFailed, match="the swarm is closed"):
         swarm.add(0, 4)
     view.close()
