@@ -107,20 +107,23 @@ class Asker:
         tensors: Sequence[Tensor],
     ) -> list[Tensor | None]:
         """NaN from input without any: what others say. The same again is the answer, for the whole call."""
-        retry.doubted = True
-        while others := await retry.others(replace(hop, start=bound.start, stop=bound.stop), misfit):
-            try:
-                theirs = await self._answer(retry, others, bound, operations, tensors)
-            except WorkerFailed as error:
-                retry.failed(error)
-                continue
-            if any_nan(theirs):
-                break
-            said = ", ".join(other.peer[-8:] for other in others)
-            retry.failed(WorkerFailed(f"NaN where {said} has none", peer=hop.peer, span=hop.span))
-            retry.doubted = False
-            return theirs
-        return found
+        async with retry.doubting:
+            if retry.doubted:  # by another sub-batch, meanwhile
+                return found
+            elsewhere = retry.without_doubt()
+            while others := await retry.others(replace(hop, start=bound.start, stop=bound.stop), misfit):
+                try:
+                    theirs = await self._answer(elsewhere, others, bound, operations, tensors)
+                except WorkerFailed as error:
+                    retry.failed(error)
+                    continue
+                if any_nan(theirs):
+                    break
+                said = ", ".join(other.peer[-8:] for other in others)
+                retry.failed(WorkerFailed(f"NaN where {said} has none", peer=hop.peer, span=hop.span))
+                return theirs
+            retry.doubted = True
+            return found
 
     def _composed(
         self, retry: Retry, hops: Sequence[Hop], bound: Bound, operations: Operations, tensors: Sequence[Tensor]

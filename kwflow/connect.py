@@ -216,6 +216,9 @@ def _end(pool: link.Pool, stop: Callable[[], Awaitable[None]] | None) -> None:
         if stop is not None:
             await stop()
 
+    if link.on_network_thread():  # whoever had it last asked a worker there
+        link.submit(end())
+        return
     try:
         link.run(end(), 5.0)
     except (TimeoutError, KwflowError, OSError, RuntimeError) as error:

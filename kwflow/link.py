@@ -117,6 +117,14 @@ def _wind_up() -> None:
             asyncio.run_coroutine_threadsafe(cancel_others(), _loop).result(2.0)
 
 
+def on_network_thread() -> bool:
+    """Whether the caller runs on the network thread, where nothing may wait for it."""
+    try:
+        return asyncio.get_running_loop() is _loop
+    except RuntimeError:
+        return False
+
+
 def submit(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     """Start a coroutine on the network thread; its result is awaited there or elsewhere."""
     return asyncio.run_coroutine_threadsafe(work, network_loop())
@@ -127,11 +135,7 @@ def run(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 
     Raises RuntimeError when called from the network thread itself, where it would wait for itself for ever.
     """
-    try:
-        here = asyncio.get_running_loop()
-    except RuntimeError:
-        here = None
-    if here is not None and here is _loop:
+    if on_network_thread():
         work.close()
         raise RuntimeError("a blocking kwflow call on kwflow's own network thread; use `await flow.acall(...)` there")
     future = submit(work)
@@ -176,7 +180,7 @@ class Timing:
     @property
     def network(self) -> float:
         """What is left: tensors to bytes and back, and their way both ways."""
-        return self.seconds - self.waited - self.queue - self.compute
+        return max(0.0, self.seconds - self.waited - self.queue - self.compute)
 
     def __str__(self) -> str:
         names = ("network", "waited", "queue", "compute")
@@ -224,7 +228,7 @@ class Pool:
             self.bytes_received += received
         if self._watching and "span" in request.meta:
             seconds = time.perf_counter() - began
-            spent = {name: _seconds(reply, name) for name in ("waited", "queue", "compute")}
+            spent = {name: _said(reply, name, seconds) for name in ("waited", "queue", "compute")}
             op = "derivative" if "ops" in request.meta else "step" if request.meta["op"] == "step" else "forward"
             start, stop = request.meta["span"]
             moved = {"bytes_sent": sent, "bytes_received": received}
@@ -251,10 +255,12 @@ class Pool:
                 await channels.pop().aclose()
 
 
-def _seconds(reply: Message, name: str) -> float:
-    """What a worker says that something took; 0 where it does not."""
+def _said(reply: Message, name: str, seconds: float) -> float:
+    """What a worker says that something took, up to the ``seconds`` of the whole; 0 where it says no such thing."""
     said = reply.meta.get(name)
-    return float(said) if isinstance(said, int | float) and not isinstance(said, bool) else 0.0
+    if not isinstance(said, int | float) or isinstance(said, bool) or not 0 <= said <= seconds:
+        return 0.0
+    return float(said)
 
 
 # ---- in-process --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ to one call or one step, remembers what was tried, and says so when no route is 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import time
 from collections import Counter
@@ -107,7 +108,8 @@ class Retry:
 
     def __init__(self, peers: Peers, timeout: float, blocked: Collection[str] = ()):
         self.peers, self.failures = peers, list[WorkerFailed]()
-        self.doubted = self._said = False  # NaN was tried on another worker already; a long wait was said
+        self.doubted = self._said = False  # NaN was tried on another worker, which said the same; a long wait was said
+        self.doubting = asyncio.Lock()  # sub-batches try theirs one after the other
         self._blocked = frozenset(blocked)
         self._began = time.monotonic()
         self._until = self._began + timeout * (1 - MARGIN)
@@ -117,6 +119,12 @@ class Retry:
     def left(self) -> float:
         """Seconds until this call gives up."""
         return max(0.0, self._until - time.monotonic())
+
+    def without_doubt(self) -> Retry:
+        """The same, for what is asked because of NaN: what is answered then is taken as it is."""
+        other = copy.copy(self)
+        other.doubted = True
+        return other
 
     def failed(self, error: WorkerFailed) -> None:
         """Take note of a worker's failure; it is asked again later than others."""

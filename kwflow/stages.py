@@ -266,7 +266,9 @@ class Stages:
 
     def _history(self, stage: Stage, position: int) -> list[Step]:
         """The steps that would bring another worker to where this one is."""
-        return merged(stage.steps, position) if self.mode == "merged" else list(stage.steps)
+        if self.mode == "merged":
+            return merged(stage.steps, position)
+        return [step for step in stage.steps if step.start < position]  # one behind it ended after a rollback
 
     def _note(self, old: Stage, step: Step, reason: str, hops: Sequence[Hop], steps: int, seconds: float) -> None:
         exact = all(told.bitwise for told in self.replays)  # what is rounded otherwise once stays so

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from kwflow import link
 from kwflow.errors import WorkerFailed, WorkerFull
 from tests import tiny
 from tests.mortal import Swarm
@@ -105,3 +110,38 @@ def test_who_is_full_is_not_avoided(swarm: Swarm) -> None:
     assert not bans(swarm)
     swarm.flow.peers.failed(WorkerFailed("silent", peer=swarm.names[0]))
     assert swarm.flow.peers.avoided(swarm.names[0])
+
+
+def test_a_flow_that_is_dropped_while_a_worker_is_asked_closes_its_links(swarm: Swarm) -> None:
+    """The network thread, which asks, then has it last: it cannot wait there for itself."""
+    swarm.flow(X)
+    peers, asked, closed = swarm.flow.peers, threading.Event(), threading.Event()
+    pool, opened, close = peers.pool, peers.pool.transport.open, peers.pool.aclose
+    go_on = asyncio.Event()
+
+    async def slowly(peer: str, **more: Any) -> Any:
+        asked.set()
+        await go_on.wait()
+        return await opened(peer, **more)
+
+    async def closing() -> None:
+        await close()
+        closed.set()
+
+    pool.transport.open, pool.aclose = slowly, closing  # type: ignore[method-assign]
+    link.run(pool.aclose())
+    closed.clear()
+    link.submit(_failed(peers, swarm.names[0])).result(5)
+    assert asked.wait(5)
+    gone = weakref.ref(peers)
+    swarm.flow = swarm.view = None  # type: ignore[assignment]
+    del peers
+    gc.collect()
+    assert gone() is not None, "it is being asked for"
+    link.network_loop().call_soon_threadsafe(go_on.set)
+    assert closed.wait(5)
+    until(lambda: gone() is None)
+
+
+async def _failed(peers: Any, peer: str) -> None:
+    peers.failed(WorkerFailed("closed the stream (EOF)", peer=peer))

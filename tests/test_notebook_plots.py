@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from typing import Any
 
 import matplotlib.image
@@ -109,6 +110,27 @@ def test_a_loss_curve_stands_above_its_difference() -> None:
     assert figure.axes[1].lines[0].get_ydata() == pytest.approx([0, 0, 0, 0, 0.5, 0])
     assert "largest 0.5" in texts(figure) and figure.axes[1].get_ylim()[1] > 0.5
     assert len(kf.notebook.loss_curve(losses).axes) == 1, "nothing to compare with"
+
+
+def test_a_loss_that_is_lost_is_drawn_too() -> None:
+    nan, inf = float("nan"), float("inf")
+    figure = kf.notebook.loss_curve([2.0, inf, nan], [2.0, inf, nan])
+    drawn(figure)
+    assert "every number is equal" in texts(figure)
+    drawn(kf.notebook.loss_curve([2.0, inf, nan], [2.0, 1.0, 1.0]))
+
+
+def test_tokens_are_written_as_they_are() -> None:
+    tokens = ["$$", r"$\frac$", "a$b$"]
+    figure = kf.notebook.heatmap(random(3, 3), xticks=tokens, yticks=tokens)
+    drawn(figure)
+    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == tokens
+
+
+def test_workers_of_one_name_have_bars_of_their_own() -> None:
+    two = [replace(timing(), peer=f"{where}-a-peer-some") for where in ("here", "there")]
+    (ax,) = kf.notebook.latency(two).axes
+    assert len({bar.get_y() for bar in ax.containers[0]}) == 2
 
 
 def test_figures_are_clear_grey_and_leave_nothing_behind() -> None:

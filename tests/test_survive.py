@@ -324,6 +324,17 @@ def test_nan_of_a_second_worker_is_tried_elsewhere_too() -> None:
     assert set(swarm.flow.peers._bans) == {swarm.names[0], swarm.names[1]}  # type: ignore[attr-defined]
 
 
+def test_nan_of_a_worker_in_several_sub_batches_is_tried_elsewhere_for_each() -> None:
+    """They are on their way at once: none takes the doubt of another for its own."""
+    swarm = Swarm("llama", (0, 4), (0, 4))
+    flow, x = swarm.flow.options(batch_tokens=S), random(B, S, D)
+    expected = flow(x)
+    swarm.answers(0, nonsense(some_nan))
+    assert torch.equal(flow(x), expected)
+    swarm.answers(1, nonsense(some_nan))
+    assert flow(x).isnan().any(), "both say so"
+
+
 # ---------------------------------------------------------------- sessions
 
 V, P, MASK = random(D, seed=1), random(LAYERS, 1, 2, D, seed=2), tiny.left_padded([0, 1, 3, 2], S)
@@ -406,6 +417,52 @@ def test_a_reorder_that_was_rolled_back_acts_once(mode: str, interrupted: bool) 
     for lost in ([0, 1], [1, 0]):
         for mine, want in zip(run(lost), expected, strict=True):
             torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+
+
+@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+def test_a_reorder_after_one_that_was_rolled_back_comes_on_top_of_it(mode: str) -> None:
+    """Workers have the first one already: the two cannot be given to them as one."""
+    expected = None
+    for lose_at in (-1, 0, 1):
+        swarm = swarm_of(SPLITS["two"])
+        with swarm.flow.session(16, replay=mode) as session:
+            session.step(random(B, S, D))
+            session.reorder([1, 2, 3, 0])
+            session.step(random(B, 1, D, seed=1))
+            if lose_at == 0:
+                lose(swarm)
+            session.rollback(S)
+            session.reorder([1, 2, 3, 0])
+            if lose_at == 1:
+                lose(swarm)
+            out = session.step(random(B, 1, D, seed=2))
+            assert len(session.replays) == (lose_at >= 0)
+        if expected is None:
+            with swarm.flow.session(16) as other:
+                other.step(random(B, S, D))
+                other.reorder([2, 3, 0, 1])
+                expected = other.step(random(B, 1, D, seed=2))
+        torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-5)
+        assert mode == "merged" or torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+def test_an_interrupted_step_that_ends_after_a_rollback_is_not_repeated(mode: str) -> None:
+    swarm = Swarm("llama", (0, 4), (0, 4))
+    x, more = random(B, S, D), random(B, 1, D, seed=1)
+    with swarm.flow.session(16) as session:
+        session.step(x)
+        expected = session.step(more)
+    with swarm.flow.session(16, replay=mode) as session:
+        session.step(x)
+        session.step(random(B, 2, D, seed=2))
+        session.rollback(S)
+        assert session._stages is not None
+        late = Step(S + 2, random(B, 1, D, seed=3), Bound(0, LAYERS))
+        link.run(session._stages.step(late, swarm.flow))
+        swarm.kill(0)
+        torch.testing.assert_close(session.step(more), expected, atol=5e-6, rtol=5e-5)
+        assert len(session.replays) == 1 and session.replays[0].steps == 1
 
 
 @pytest.mark.parametrize("mode", ["stepwise", "merged"])
@@ -655,6 +712,16 @@ def test_a_worker_says_how_long_it_waited_for_the_one_before() -> None:
     hidden = 4 * B * D
     assert first.bytes_sent > hidden > max(one.bytes_sent for one in handed), "another worker brings it"
     assert all(one.network > 0 for one in timings)
+
+
+@pytest.mark.parametrize("said", [10**400, 1e300, -5.0, [1], "much"])
+def test_no_time_is_longer_than_the_request_took_or_negative(said: Any) -> None:
+    swarm = Swarm("llama", (0, 4))
+    swarm.answers(0, lambda reply: Message({"compute": said, "queue": said}, reply.tree))
+    with swarm.flow.timed() as timings:
+        swarm.flow(random(B, S, D))
+    (timing,) = timings
+    assert (timing.queue, timing.compute, timing.network) == (0, 0, timing.seconds)
 
 
 def test_a_worker_that_says_nonsense_of_its_time_is_used_all_the_same() -> None:

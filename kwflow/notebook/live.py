@@ -143,10 +143,12 @@ class SwarmView:
 
         def work() -> None:
             swarm = self._swarm()
-            if swarm is not None and self._said(lambda: swarm.add(start, stop)):
-                self.status.value = said(f"the worker of layers {start}:{stop} serves")
-            self._adding = None
-            self.look()
+            try:
+                if swarm is not None and self._said(lambda: swarm.add(start, stop)):
+                    self.status.value = said(f"the worker of layers {start}:{stop} serves")
+            finally:
+                self._adding = None
+                self.look()
 
         if self._adding is None:
             self.status.value = said(f"starting a worker of layers {start}:{stop} …")
@@ -159,7 +161,7 @@ class SwarmView:
         try:
             work()
         except (KwflowError, OSError, RuntimeError, ValueError) as error:
-            self.status.value = said(str(error).splitlines()[0], wrong=True)
+            self.status.value = said((str(error) or repr(error)).splitlines()[0], wrong=True)
             return False
         return True
 

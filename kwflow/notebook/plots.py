@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from kwflow.errors import KwargError, ShapeError
@@ -164,7 +165,7 @@ def loss_curve(
             title, gap = _gap(curves["remote"], curves["local"])
             column_of[1].plot(steps, gap, color=LINES[2], marker=".", lw=1.5)
             column_of[1].set_title(title)
-            top = gap.max() or 1.0
+            top = max((one for one in gap if isfinite(one)), default=0.0) or 1.0
             column_of[1].set_ylim(-0.1 * top, 1.15 * top)
             if not gap.any():
                 column_of[1].set_yticks([0])
@@ -239,14 +240,15 @@ def latency(timings: Sequence[Any], *, title: str = "") -> Figure:
     medians = np.array([np.median(own[key], axis=0) for key in keys])
     with _style():
         figure, (ax,) = _figure(1, 1, (WIDTH, 1.0 + 0.3 * len(names)))
-        left = np.zeros(len(names))
+        left, places = np.zeros(len(names)), range(len(names))
         for (part, colour), values in zip(parts.items(), medians.T, strict=True):
             if part != "waited" or values.any():
                 said = "waits for the worker before" if part == "waited" else part
                 ax.barh(
-                    names, values, left=left, height=0.7, label=said, color=colour, alpha=0.3 if said != part else 1
+                    places, values, left=left, height=0.7, label=said, color=colour, alpha=0.3 if said != part else 1
                 )
             left += values
+        ax.set_yticks(places, names)
         ax.invert_yaxis()
         ax.grid(visible=False, axis="y")
         ax.set(xlabel="ms, median", title=title)
@@ -299,8 +301,11 @@ def _array(values: Any, rank: int, what: str) -> np.ndarray:
 
 
 def _gap(remote: np.ndarray, local: np.ndarray) -> tuple[str, np.ndarray]:
-    """What to write above the picture of a difference, and the difference."""
-    gap = abs(remote - local)
+    """What to write above the picture of a difference, and the difference; a NaN for a NaN is none."""
+    import numpy as np
+
+    with np.errstate(invalid="ignore"):  # inf - inf
+        gap = np.where((remote == local) | (np.isnan(remote) & np.isnan(local)), 0.0, abs(remote - local))
     most = gap.max(initial=0.0)
     return f"|remote − local|: {'every number is equal' if most == 0 else f'largest {most:.2g}'}", gap
 
@@ -322,4 +327,5 @@ def _ticks(ax: Axes, axis: str, names: Sequence[Any] | None, count: int) -> None
     if len(names) != count:
         raise ShapeError(f"heatmap: {axis}ticks has {len(names)} entries for {count}")
     tilted = axis == "x" and any(isinstance(name, str) for name in names)
-    getattr(ax, f"set_{axis}ticks")(range(count), [str(name) for name in names], rotation=30 if tilted else 0)
+    names = [str(name) for name in names]  # a token may hold $, which is no formula
+    getattr(ax, f"set_{axis}ticks")(range(count), names, rotation=30 if tilted else 0, parse_math=False)
