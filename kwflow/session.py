@@ -62,7 +62,7 @@ class Session:
         self._four_d: int | None = None  # the column where the first 4-D mask came
         self._reorders: list[Reorder] = []  # not yet on every worker
         self._reorder_count = 0
-        self._reorders_sent: set[int] = set()  # the last one of each step that was sent since one succeeded
+        self._reorders_sent: set[int] = set()  # the last one of each step that was sent, from the last that succeeded on
         self._stages: Stages | None = None  # its workers, from the first step on
         self._captures: weakref.WeakSet[Capture] = weakref.WeakSet()  # which follow its rows and columns
         self._running: concurrent.futures.Future[list[Tensor]] | None = None
@@ -127,7 +127,7 @@ class Session:
                 self._prompt_columns = prompt
                 self._note_end(kwargs, columns, prompt_length)
             self._reorders.clear()
-            self._reorders_sent.clear()
+            self._reorders_sent = {self._reorder_count}  # which every worker has
             if isinstance(capture, Capture):
                 self._captures.add(capture)
                 capture.take(pick(capture.at, columns), captured, self.batch)
