@@ -226,8 +226,9 @@ def _refuse_missing(
                 continue
             without = [n for n in range(max(a, span[0]), min(b, span[1])) if name not in found.get((n,), {})]
             if without:
-                first, stop = without[0], without[-1] + 1
-                where = f"{first}:{stop}" if len(without) == stop - first else ", ".join(map(str, without))
+                starts = [n for n in without if n - 1 not in without]
+                stops = [n + 1 for n in without if n + 1 not in without]
+                where = _layers(list(zip(starts, stops, strict=True)))
                 raise KwargError(f"layers {where} need {name!r} ({spec.says()}): the block_fn has no default")
 
 

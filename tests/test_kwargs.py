@@ -233,6 +233,8 @@ def test_a_kwarg_without_a_default_must_be_given() -> None:
         bound({}, *route)
     with pytest.raises(KwargError, match=r"layers 13:14 need 'gain'"):
         bound(kf.per_layer({12: {"gain": torch.ones(4)}}), *route)
+    with pytest.raises(KwargError, match="layers 10:12, 13:14 need 'gain'"):
+        bound(kf.per_layer({12: {"gain": torch.ones(4)}}), (SPAN, needs))
     bound(kf.per_layer({12: {"gain": torch.ones(4)}, 13: {"gain": torch.ones(4)}}), *route)
     bound({"gain": torch.ones(4)}, (SPAN, needs))
 
