@@ -166,7 +166,7 @@ def check_sizes(leaf: Axed, sizes: Mapping[str, int], free: dict[str, int], *, w
             expected = free.setdefault(axis, size)
         if size == expected or (size == 1 and axis in BROADCAST):
             continue
-        one = " or 1" if axis in BROADCAST else ""
+        one = " or 1" if axis in BROADCAST and expected != 1 else ""
         raise ShapeError(
             f"{what} has {axis} = {size}, expected {expected}{one} "
             f"(axes {' '.join(leaf.axes)!r}, {describe(leaf.tensor)})"

@@ -24,7 +24,7 @@ from kwflow.axes import Axed, Axes
 from kwflow.bound import Bound
 from kwflow.captures import take
 from kwflow.edits import add_prompts, add_steer, apply, token_positions
-from kwflow.errors import AxesError, BlockError, CallerError, KwargError, UnknownKwarg
+from kwflow.errors import AxesError, BlockError, CallerError, KwargError, SpanError, UnknownKwarg
 from kwflow.kv import KV, StepCache
 from kwflow.kwargs import PerLayer, bind_kwargs
 from kwflow.patterns import PATTERN, eager, eager_mask
@@ -305,10 +305,19 @@ def chain(blocks: Sequence[Block]) -> Callable[..., Tensor]:
     """Join blocks into ``fn(params, hidden, **kwargs)``: ``params`` a list, kwargs as a flow takes them.
 
     What a worker computes for its span, so ``flow(hidden, **kw)`` equals ``chain(fns)(params, hidden, **kw)``.
+    Raises KwargError for what are not blocks, or not of layers in a row.
     """
-    span = (blocks[0].layer, blocks[-1].layer + 1)
+    if not blocks or not all(isinstance(block, Block) for block in blocks):
+        raise KwargError("kf.chain takes blocks: kf.chain([block_fn for block_fn, _ in kf.load_blocks(model)])")
+    layers = [block.layer for block in blocks]
+    span = (layers[0], layers[-1] + 1)
+    if layers != list(range(*span)):
+        raise SpanError(f"kf.chain takes layers in a row, got {', '.join(map(str, layers))}; call others one by one")
 
     def chained(params: Sequence[Params], hidden: Tensor, /, **kwargs: Any) -> Tensor:
+        if isinstance(params, Mapping) or len(params) != len(blocks):
+            got = "a dict" if isinstance(params, Mapping) else len(params)
+            raise KwargError(f"a chain of layers {span[0]}:{span[1]} takes a list of {len(blocks)} params, got {got}")
         sizes = {"batch": hidden.shape[0], "seq": hidden.shape[1], "key": hidden.shape[1]}
         schemas = [((block.layer, block.layer + 1), block.schema) for block in blocks]
         return run(blocks, params, hidden, bind_kwargs(schemas, span, kwargs, sizes))

@@ -69,12 +69,14 @@ class KnownPeers:
         view: Callable[[], Sequence[Serves]],
         *,
         checkpoint: str = "",
+        looked: Callable[[], float] = time.monotonic,
         others: Callable[[], Awaitable[str]] | None = None,
         stop: Callable[[], Awaitable[None]] | None = None,
     ):
         self.pool = link.Pool(transport)
         self.checkpoint = checkpoint
         self.last_failure: WorkerFailed | None = None
+        self.looked = looked  # from when on the view is, by time.monotonic()
         self._view, self._others = view, others  # others: what to say where the view is empty
         self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
         self._hellos: dict[str, dict[str, Any]] = {}
@@ -342,4 +344,5 @@ async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeo
         await directory.stop()
         await node.stop()
 
-    return KnownPeers(node, directory.view, checkpoint=checkpoint, others=others, stop=stop)
+    view, looked = directory.view, directory.looked
+    return KnownPeers(node, view, checkpoint=checkpoint, looked=looked, others=others, stop=stop)

@@ -73,7 +73,8 @@ class Flow:
     def __getitem__(self, layers: slice) -> Flow:
         """A slice by absolute layer numbers, within this flow's span."""
         if not isinstance(layers, slice) or layers.step not in (None, 1):
-            raise SpanError(f"flow[{layers!r}]: give a slice of layers such as flow[{self.start}:{self.stop}]")
+            first = layers if type(layers) is int and self.start <= layers < self.stop else self.start
+            raise SpanError(f"flow[{layers!r}]: give a slice of layers such as flow[{first}:{first + 1}]")
         start = self.start if layers.start is None else layers.start
         stop = self.stop if layers.stop is None else layers.stop
         if not (type(start) is int and type(stop) is int and self.start <= start < stop <= self.stop):
@@ -267,6 +268,7 @@ class Flow:
 
     def head(self, hidden: Tensor) -> Tensor:
         """The final norm and language-model head: hidden (batch, seq, hidden) to logits (batch, seq, vocab)."""
+        check_hidden(hidden, self.ends.hidden_size)
         return self.ends.head(hidden)
 
     def session(self, max_length: int, *, replay: str = "stepwise") -> Any:
@@ -330,9 +332,8 @@ def _no_capture(kwargs: Mapping[str, Any]) -> None:
 def check_hidden(hidden: Any, width: int) -> None:
     """Raise ShapeError or KwargError unless hidden is a float tensor (batch, seq, width)."""
     if not isinstance(hidden, Tensor):
-        raise KwargError(
-            f"hidden is a {type(hidden).__name__}; give a tensor (batch, seq, {width}), as flow.inputs makes"
-        )
+        how = "flow(**x)" if isinstance(hidden, Mapping) else f"a tensor (batch, seq, {width}), as flow.inputs makes"
+        raise KwargError(f"hidden is a {type(hidden).__name__}; give {how}")
     if not hidden.is_floating_point():
         raise KwargError(f"hidden is {describe(hidden)}; blocks take floating point (token ids go through flow.inputs)")
     if hidden.dim() != 3 or hidden.shape[2] != width:

@@ -8,7 +8,7 @@ Nothing is sent before everything here has passed. No torch.nn.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -226,9 +226,10 @@ def _refuse_missing(
                 continue
             without = [n for n in range(max(a, span[0]), min(b, span[1])) if name not in found.get((n,), {})]
             if without:
-                raise KwargError(
-                    f"layers {without} need {name!r} ({spec.says()}): the worker's block_fn has no default"
-                )
+                starts = [n for n in without if n - 1 not in without]
+                stops = [n + 1 for n in without if n + 1 not in without]
+                where = _layers(list(zip(starts, stops, strict=True)))
+                raise KwargError(f"layers {where} need {name!r} ({spec.says()}): the block_fn has no default")
 
 
 def _of_layers(value: Any, spec: Spec) -> bool:
@@ -286,7 +287,16 @@ def _bind_value(name: str, value: Any, place: Place) -> Any:
         for kind in spec.scalars:
             if isinstance(value, SCALARS[kind]) and (kind == "bool" or not isinstance(value, bool)):
                 return value
-    raise KwargError(f"{what} takes {spec.says()}, got {type(value).__name__} {str(value)[:80]!r}")
+    got, takes = type(value).__name__, replace(spec, forms=tuple(forms.items())).says()
+    if isinstance(value, bool | int | float | str):
+        got += f" {value!r:.80}"
+    elif isinstance(value, Mapping):
+        got += (
+            ": it is one layer's own, without {layer: …}"
+            if own_layer
+            else f"; kf.per_layer({{layer: {{{name!r}: …}}}})"
+        )
+    raise KwargError(f"{what} takes {takes}, got {got}")
 
 
 def _fits(names: tuple[str, ...], signature: str) -> bool:

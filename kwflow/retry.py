@@ -97,6 +97,10 @@ class Peers(Protocol):
         """Whether workers other than those are named for these layers, avoided ones too."""
         ...
 
+    def looked(self) -> float:
+        """From when on, by time.monotonic(), it is known which workers there are: newer ones may have come."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -147,16 +151,19 @@ class Retry:
         WorkerFailed.
         """
         why: dict[str, str] = {}
+        gap: float | None = None  # since when there is none
         while True:
             try:
                 return await self._in_time(self._route_now(start, stop, like, misfit, why))
             except NoRoute as error:
+                gap = time.monotonic() if gap is None else gap
+                all_seen = self.peers.looked() >= gap  # who came before is known
                 last = self.failures[-1] if self.failures else None
-                if last is not None and self._all_full(start, stop, why):
+                if last is not None and all_seen and self._all_full(start, stop, why):
                     raise last from error
                 if last is None and not self.peers.had(start, stop, self._blocked):
                     raise
-                if not self.left or self._all_answered(start, stop, why):
+                if not self.left or (all_seen and self._all_answered(start, stop, why)):
                     raise self._report(start, stop, why, error) from last or error.__cause__
                 waited = time.monotonic() - self._began
                 if waited > QUIET_SECONDS and not self._said:

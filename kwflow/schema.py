@@ -40,8 +40,8 @@ class Spec:
             return "what kf.add, kf.put, kf.scale, kf.project_out or kf.Capture make"
         if self.projections or self.prefix:
             return self.projections or self.prefix
-        forms = [repr(signature) for signature in self.signatures] + list(self.scalars)
-        return " | ".join(forms) or "a tree whose tensors are declared with kf.axes"
+        tensors = ["a tensor with axes " + " | ".join(map(repr, self.signatures))] if self.forms else []
+        return " | ".join([*tensors, *self.scalars]) or "a tree whose tensors are declared with kf.axes"
 
 
 @dataclass(frozen=True)

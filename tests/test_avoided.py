@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from kwflow import link
-from kwflow.errors import WorkerFailed, WorkerFull
+from kwflow.errors import NoRoute, WorkerFailed, WorkerFull, to_wire
+from kwflow.wire import Message
 from tests import tiny
 from tests.mortal import Swarm
 
@@ -145,3 +146,22 @@ def test_a_flow_that_is_dropped_while_a_worker_is_asked_closes_its_links(swarm: 
 
 async def _failed(peers: Any, peer: str) -> None:
     peers.failed(WorkerFailed("closed the stream (EOF)", peer=peer))
+
+
+@pytest.mark.parametrize("error", [WorkerFailed("refuses"), WorkerFull("no room")], ids=["refuses", "full"])
+def test_who_refuses_is_taken_at_its_word_once_it_is_known_who_else_came(swarm: Swarm, error: WorkerFailed) -> None:
+    """A worker that appeared a moment ago is not in what was last read of the directory."""
+    expected, peers = swarm.flow(X), swarm.flow.peers
+    refusal = Message({"error": to_wire(error)})
+    swarm.answers(0, lambda reply: refusal)
+    swarm.hidden = {1}
+    began = time.monotonic()
+    peers.looked = lambda: began if swarm.hidden else time.monotonic()  # type: ignore[method-assign]
+    threading.Timer(1.5, swarm.hidden.clear).start()
+    assert torch.equal(swarm.flow.options(timeout=20)(X), expected)
+
+    swarm.hidden = {1}
+    peers.looked = time.monotonic  # type: ignore[method-assign]
+    with pytest.raises((NoRoute, WorkerFull), match="refuses|no room"):
+        swarm.flow.options(timeout=60)(X)
+    assert time.monotonic() - began < 20, "not at the deadline"

@@ -329,6 +329,8 @@ def test_sizes_are_compared_by_name() -> None:
     ]:
         with pytest.raises(ShapeError, match=says):
             check_sizes(bad, sizes, {}, what="v")
+    with pytest.raises(ShapeError, match=r"batch = 2, expected 1 \("):
+        check_sizes(axes(torch.ones(2, 8), "batch hidden"), sizes | {"batch": 1}, {}, what="v")
 
 
 def test_a_free_axis_has_one_size_within_a_kwarg() -> None:

@@ -58,6 +58,21 @@ def test_a_chain_splits_kwargs_by_layer(family: str) -> None:
         chain([fn for fn, _ in part])([params for _, params in part], hidden, steer={3: v[2]})
 
 
+def test_a_chain_says_what_it_takes() -> None:
+    blocks = kf.load_blocks(folder("llama"))
+    fns, params = [fn for fn, _ in blocks], [own for _, own in blocks]
+    for wrong in (blocks, []):
+        with pytest.raises(KwargError, match="takes blocks: kf.chain.*load_blocks"):
+            kf.chain(wrong)  # type: ignore[arg-type]
+    with pytest.raises(SpanError, match="layers in a row, got 0, 2;"):  # a kwarg for layer 1 would go nowhere
+        kf.chain([fns[0], fns[2]])
+    for few, got in ((params[:3], "3"), (params[0], "a dict")):
+        with pytest.raises(KwargError, match=f"layers 0:4 takes a list of 4 params, got {got}"):
+            kf.chain(fns)(few, random(1, 2, HIDDEN))  # type: ignore[arg-type]
+    with pytest.raises(SpanError, match=r"start, stop; got range\(0, 2\), 4"):
+        kf.load_blocks(folder("llama"), range(0, 2))  # type: ignore[arg-type]
+
+
 @every_family
 def test_a_block_is_pure(family: str) -> None:
     spec = load_span(folder(family), 0, LAYERS)

@@ -115,6 +115,16 @@ def test_a_slice_is_a_flow(family: str) -> None:
     for bad in (slice(0, 2), slice(2, 5), slice(2, 2), slice(-1, 3), slice(1, 3, 2), slice(True, 3), 1):
         with pytest.raises(SpanError):
             middle[bad]  # type: ignore[index]
+    with pytest.raises(SpanError, match=r"flow\[2\]: .* such as flow\[2:3\]"):
+        middle[2]  # type: ignore[index]
+
+
+def test_what_is_no_hidden_says_what_to_give() -> None:
+    remote, x = flow("llama"), {"hidden": random(1, 2, HIDDEN)}
+    with pytest.raises(KwargError, match=r"hidden is a dict; give flow\(\*\*x\)"):
+        remote(x)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"hidden is float32\(1, 2, 8\); these blocks take"):
+        remote.head(x["hidden"][..., :8])
 
 
 def test_a_route_never_runs_layers_beyond_those_asked_for() -> None:

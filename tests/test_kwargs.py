@@ -184,7 +184,14 @@ def test_a_refused_name_says_why() -> None:
         ({"steer": {11: kf.axes(torch.ones(4, 4), "layer hidden")}}, AxesError, "layer"),
         ({"steer": kf.axes(torch.ones(2, 4), "layer hidden")}, ShapeError, "layer = 2, expected 4 or 1"),
         ({"steer": {11: torch.ones(4, dtype=torch.long)}}, KwargError, "int64.*takes float"),
-        ({"steer": {11: 1.0}}, KwargError, "float"),
+        (
+            {"steer": {11: 1.0}},
+            KwargError,
+            r"steer\[11\] takes a tensor with axes '\[batch\] \[seq\] hidden', got float 1.0",
+        ),
+        ({"steer": {11: torch.ones(4).numpy()}}, KwargError, "takes a tensor with .*, got ndarray$"),
+        ({"steer": {11: {11: torch.ones(4)}}}, KwargError, "got dict: it is one layer's own"),
+        ({"prompts": {11: torch.ones(4, 2, 4)}}, KwargError, r"got dict; kf.per_layer\({layer: {'prompts': …}}\)"),
         ({"prompts": torch.ones(4, 4)}, ShapeError, "rank 2; it takes 'layer batch prefix hidden'"),
         ({"prompts": torch.ones(4, 3, 2, 4)}, ShapeError, "batch = 3, expected 4 or 1"),
         ({"attention_mask": torch.ones(4, 5).long()}, ShapeError, "key = 5, expected 4"),
@@ -222,10 +229,12 @@ def test_layers_that_lack_a_kwarg_are_named() -> None:
 def test_a_kwarg_without_a_default_must_be_given() -> None:
     needs = with_kwargs(gain=Spec(forms=(("[layer] hidden", ("float",)),), required=True))
     route = [((10, 12), BUILT_IN), ((12, 14), needs)]
-    with pytest.raises(KwargError, match=r"layers \[12, 13\] need 'gain' \('\[layer\] hidden'\)"):
+    with pytest.raises(KwargError, match=r"layers 12:14 need 'gain' \(a tensor with axes '\[layer\] hidden'\)"):
         bound({}, *route)
-    with pytest.raises(KwargError, match=r"layers \[13\] need 'gain'"):
+    with pytest.raises(KwargError, match=r"layers 13:14 need 'gain'"):
         bound(kf.per_layer({12: {"gain": torch.ones(4)}}), *route)
+    with pytest.raises(KwargError, match="layers 10:12, 13:14 need 'gain'"):
+        bound(kf.per_layer({12: {"gain": torch.ones(4)}}), (SPAN, needs))
     bound(kf.per_layer({12: {"gain": torch.ones(4)}, 13: {"gain": torch.ones(4)}}), *route)
     bound({"gain": torch.ones(4)}, (SPAN, needs))
 

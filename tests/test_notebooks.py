@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.pictures import SHOWN, file, picture
+
 FOLDER = Path(__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
@@ -36,3 +38,9 @@ def test_notebook_is_clean_and_comes_from_one_run(path: Path) -> None:
 
 def test_there_are_notebooks() -> None:
     assert len(NOTEBOOKS) >= 2
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_the_readme_shows_pictures_of_the_notebooks(name: str) -> None:
+    assert file(name).read_bytes() == picture(name), "the notebook ran again: python tests/pictures.py"
+    assert f"](notebooks/pictures/{name}.png)" in (FOLDER.parent / "README.md").read_text()

@@ -119,6 +119,8 @@ def load_span(
     config, folder = read_config(model)
     family, layers = family_of(config), int(config.num_hidden_layers)
     start, stop = start or 0, layers if stop is None else stop
+    if not (isinstance(start, int) and isinstance(stop, int)):
+        raise SpanError(f"layers are given as start, stop; got {start!r}, {stop!r}")
     if not 0 <= start < stop <= layers:
         raise SpanError(f"layers {start}:{stop} of a model that has layers 0:{layers}")
     target = resolve_dtype(dtype, config)
