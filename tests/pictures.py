@@ -1,4 +1,4 @@
-"""The pictures that the README shows, taken out of the committed notebooks: ``python tests/pictures.py`` writes them."""
+"""The README's pictures, taken out of the committed notebooks: ``python tests/pictures.py`` writes them."""
 
 from __future__ import annotations
 

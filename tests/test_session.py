@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import random as python_random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -235,6 +236,30 @@ def test_reorder(family: str) -> None:
                 session.reorder(bad)
     with pytest.raises(SessionError, match="before the first step"):
         flow(family, TWO).session(12).reorder([0])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_reorders_and_rollbacks_in_any_order(seed: int) -> None:
+    """After each step a row is what a call over that row's whole history gives. Reorders are of all columns."""
+    source = python_random.Random(seed)
+    history, local = random(B, 2, D, seed=seed), flow("llama", ONE)
+    with flow("llama", TWO).session(40) as session:
+        session.step(history)
+        for turn in range(24):
+            what = source.choice(["step", "reorder", "rollback"])
+            if what == "reorder":
+                rows = [source.randrange(B) for _ in range(B)]
+                session.reorder(rows)
+                history = history[rows]
+            elif what == "rollback":
+                history = history[:, : source.randint(max(1, session.position - 3), session.position)]
+                session.rollback(history.shape[1])
+            else:
+                new = random(B, source.choice([1, 1, 3]), D, seed=100 * seed + turn)
+                start, history = history.shape[1], torch.cat([history, new], 1)
+                if history.shape[1] > 40:
+                    break
+                assert_close(session.step(new), local(history)[:, start:], f"turn {turn}")
 
 
 def test_a_step_taken_again_is_the_same_step() -> None:
