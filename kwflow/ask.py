@@ -227,8 +227,11 @@ def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound) -> list[
         got = describe(out) if isinstance(out, Tensor) else type(out).__name__
         raise WorkerFailed(f"answered {got} for a hidden {describe(hidden)}", peer=hop.peer, span=hop.span)
     columns = [hidden.shape[1], *bound.captured_columns(hop.span)]
+    heads, width = hop.schema.sizes["head"], hidden.shape[2]  # a pattern's keys and a head's width are the family's
     good = [
-        isinstance(t, Tensor) and t.dim() > 2 and (*t.shape[:2], t.dtype) == (len(out), seq, out.dtype)
+        isinstance(t, Tensor)
+        and (*t.shape[:2], t.dtype) == (len(out), seq, out.dtype)
+        and (t.shape[2:] == (width,) or t.dim() == 4 and t.shape[2] == heads)
         for t, seq in zip(found, columns, strict=False)
     ]
     if len(found) != len(columns) or not all(good):

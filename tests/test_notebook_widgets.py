@@ -261,6 +261,14 @@ def test_a_view_follows_the_swarm_and_its_buttons_act(swarm: Any) -> None:
     view.add.click()
     view.wait(20)
     assert "failed" in view.status.value and "no layers 3:3" in view.status.value
+
+    def without_a_word(start: int, stop: int) -> None:
+        raise OSError
+
+    swarm.add = without_a_word
+    view.add.click()
+    view.wait(20)
+    assert "OSError()" in view.status.value and not view.add.disabled
     view.close()
     flow.close()
 

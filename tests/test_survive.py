@@ -174,11 +174,16 @@ def test_nonsense_for_what_is_mapped_over_is_a_failure(change: Any) -> None:
         assert swarm.flow.peers.avoided(swarm.names[1])
 
 
-def test_captures_of_other_columns_are_a_failure() -> None:
+def test_captures_of_other_columns_or_widths_are_a_failure() -> None:
     swarm = swarm_of(SPLITS["another like it"])
     swarm.hidden.clear()
     x = random(B, S, D)
-    for at, answer in {"all": lambda t: [t[0], t[1][:, :1]], "prompt[-1]": lambda t: [t[0], t[0]]}.items():
+    answers = [
+        ("all", lambda t: [t[0], t[1][:, :1]]),
+        ("prompt[-1]", lambda t: [t[0], t[0]]),
+        ("all", lambda t: [t[0], t[1][..., :1]]),
+    ]
+    for at, answer in answers:
         expected = swarm.flow.capture({"resid": [2]}, x, at=at)[1]["resid", 2]
         swarm.answers(1, nonsense(answer))
         assert torch.equal(swarm.flow.capture({"resid": [2]}, x, at=at)[1]["resid", 2], expected)
