@@ -185,8 +185,8 @@ class KnownPeers:
             await self._hello(peer)
         except WorkerFailed as error:
             self.failed(error)
-        except KwflowError as error:
-            log.info("asking %s again: %s", peer[-8:], error)
+        except KwflowError as error:  # whatever it is, it will be asked again
+            self.failed(WorkerFailed(f"answered hello with {type(error).__name__}: {error}", peer=peer))
 
     def avoided(self, peer: str) -> bool:
         """Whether routes avoid a worker, because it failed and has not answered since."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kwflow import link
-from kwflow.errors import NoRoute, WorkerFailed, WorkerFull, to_wire
+from kwflow.errors import BlockError, NoRoute, WorkerFailed, WorkerFull, to_wire
 from kwflow.wire import Message
 from tests import tiny
 from tests.mortal import Swarm
@@ -88,6 +88,24 @@ def test_it_is_used_again_at_once_where_there_is_no_other(swarm: Swarm) -> None:
     swarm.revive(0)
     swarm.kill(1)
     assert torch.equal(swarm.flow.options(timeout=3)(X), expected)
+
+
+def test_it_is_asked_again_whatever_its_hello_was(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    lose(swarm)
+    swarm.flow(X)
+    swarm.revive(0)
+    peers: Any = swarm.flow.peers
+    hello, asked = peers._hello, list[str]()
+
+    async def broken_once(peer: str) -> dict[str, Any]:
+        asked.append(peer)
+        if len(asked) == 1:
+            raise BlockError("hello failed")
+        return await hello(peer)
+
+    monkeypatch.setattr(peers, "_hello", broken_once)
+    until(lambda: not bans(swarm))
+    assert asked[:2] == [swarm.names[0]] * 2
 
 
 def test_one_that_left_the_directory_is_forgotten(swarm: Swarm) -> None:
