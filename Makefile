@@ -8,7 +8,7 @@ PIPFLAGS ?= -qq
 PIP := $(BIN)/python -m pip install $(PIPFLAGS) --disable-pip-version-check -c constraints.txt
 RUNTIME := $(VENV)/stamp-runtime
 DEV := $(VENV)/stamp-dev
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: setup demo test quick bench notebooks check-notebooks lint clean
 .DEFAULT_GOAL := setup
