@@ -23,7 +23,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "kwflow"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of real processes come first: with -n and --dist worksteal one process has them all, one after the other."""
+    """Tests of real processes come first: with --dist worksteal one process has them all, one after the other."""
     items.sort(key=lambda item: item.get_closest_marker("swarm") is None)
 
 
