@@ -101,7 +101,8 @@ def test_two_processes_convert_once_and_agree(tmp_path: Path, cache: Path) -> No
     file = write(tmp_path / "tiny.gguf")
     folder = conversion.converted_folder(file, "tiny")
     (folder.parent / f".{folder.name}-killed").mkdir(parents=True)
-    code = f"from kwflow.models.checkpoint import model_path; print(model_path({str(file)!r}))"
+    seen = "import ipykernel; "  # in a notebook: bars are shown
+    code = f"{seen}from kwflow.models.checkpoint import model_path; print(model_path({str(file)!r}))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     children = [
         subprocess.Popen(
