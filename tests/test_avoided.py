@@ -8,7 +8,6 @@ import importlib
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from kwflow.errors import BlockError, NoRoute, WorkerFailed, WorkerFull, to_wire
 from kwflow.wire import Message
 from tests import tiny
 from tests.mortal import Swarm
+from tests.processes import until
 
 B, S, D = 2, 3, tiny.HIDDEN
 X = tiny.random(B, S, D)
@@ -29,13 +29,6 @@ def swarm(monkeypatch: pytest.MonkeyPatch) -> Swarm:
     """Two workers of all layers, of which the first is the one that routes take; a failed one is asked again soon."""
     monkeypatch.setattr(importlib.import_module("kwflow.connect"), "BAN_SECONDS", 0.1)
     return Swarm("llama", (0, 4), (0, 4))
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
 
 
 def bans(swarm: Swarm) -> dict[str, Any]:

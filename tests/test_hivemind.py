@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kwflow.swarm.directory import Directory, WorkerRecord, announced, models
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.local import LocalSwarm
 from kwflow.wire import Kind, Message, dumps, frame
+from tests.processes import living, until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 
@@ -36,23 +37,6 @@ def echo_swarm(spans: list[tuple[int, int]], function: bytes = b"") -> LocalSwar
     swarm = LocalSwarm("echo", ECHO, threads=1, function=function, timeout=60.0)
     swarm.start(spans)
     return swarm
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> float:
-    """Wait for a condition; return how long it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, "the condition did not come true in time"
-        time.sleep(0.005)
-    return time.monotonic() - began
-
-
-def living(*, group: int | None = None, pid: int | None = None) -> list[int]:
-    """Processes of a group, or the one process, that run or are stopped (a zombie is gone)."""
-    listing = subprocess.run(["ps", "-e", "-o", "pid=,pgid=,stat="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in listing.splitlines()]
-    alive = [(int(row[0]), int(row[1])) for row in rows if not row[2].startswith("Z")]
-    return [one for one, leader in alive if leader == group or one == pid]
 
 
 def sockets(pid: int) -> list[str]:

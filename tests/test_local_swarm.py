@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import cloudpickle
@@ -21,6 +21,7 @@ from kwflow.link import run
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.local import LocalSwarm, _spans, local_swarm
 from kwflow.wire import Message
+from tests.processes import living, until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]
 
@@ -30,20 +31,6 @@ SCRIPT = str(Path(__file__).with_name("echo_worker.py"))
 def make(model: str = "echo", function: bytes = b"", timeout: float = 60.0) -> LocalSwarm:
     """A swarm of echoing workers, none of them started."""
     return LocalSwarm(model, [sys.executable, SCRIPT, model], threads=1, function=function, timeout=timeout)
-
-
-def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
-
-
-def living(group: int) -> list[int]:
-    """Processes of a group that run or are stopped (a zombie is gone)."""
-    listing = subprocess.run(["ps", "-e", "-o", "pid=,pgid=,stat="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in listing.splitlines()]
-    return [int(pid) for pid, leader, state in rows if int(leader) == group and not state.startswith("Z")]
 
 
 def sockets(pid: int) -> list[str]:
@@ -70,7 +57,7 @@ def swarm() -> Iterator[LocalSwarm]:
         yield swarm
         pids = [worker.pid for worker in swarm.workers]
     for pid in pids:
-        until(lambda pid=pid: not living(pid))
+        until(lambda pid=pid: not living(group=pid))
         assert not sockets(pid)
 
 
@@ -81,7 +68,7 @@ def test_workers_start_together_and_know_each_other(swarm: LocalSwarm) -> None:
     assert first.peer in swarm.peers[0] and second.peer in swarm.peers[1]
     for worker in swarm.workers:  # each leads a session of its own, which holds its p2pd
         assert os.getsid(worker.pid) == worker.pid
-        assert len(living(worker.pid)) == 2
+        assert len(living(group=worker.pid)) == 2
     assert "layers 0:2" in repr(swarm)
 
 
@@ -104,7 +91,7 @@ def test_kill_and_add(swarm: LocalSwarm) -> None:
     victim = swarm.workers[0]
     swarm.kill(0)
     assert not victim.alive and len(swarm.peers) == 1
-    until(lambda: not living(victim.pid))
+    until(lambda: not living(group=victim.pid))
     assert not sockets(victim.pid)
     swarm.kill(0)  # again does nothing
     added = swarm.add(0, 3)
@@ -198,7 +185,7 @@ def test_nothing_is_left_when_the_parent_ends(ending: str) -> None:
 
     try:
         pids = [int(pid) for pid in stdout.readline().split()]
-        assert all(len(living(pid)) == 2 for pid in pids)
+        assert all(len(living(group=pid)) == 2 for pid in pids)
         os.killpg(parent.pid, signal.SIGINT)
         assert stdout.readline().strip() == "interrupted"
         assert say("alive") == "1 1"
@@ -212,7 +199,7 @@ def test_nothing_is_left_when_the_parent_ends(ending: str) -> None:
             copy = int(say("linger"))
             parent.kill()
         for pid in pids:
-            until(lambda pid=pid: not living(pid))
+            until(lambda pid=pid: not living(group=pid))
             until(lambda pid=pid: not sockets(pid))
     finally:
         parent.kill()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,14 @@ import psutil
 import pytest
 
 from tests import tiny
+from tests.processes import lives, until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CELL_SECONDS = 280.0
 
 START = """
-import json, os, psutil, torch
+import torch
 import kwflow as kf
 from tests import tiny
 
@@ -30,14 +29,6 @@ model = kf.AutoDistributedModelForCausalLM.from_pretrained(swarm.model, flow=flo
 x = dict(hidden=tiny.random(1, 5, tiny.HIDDEN))
 session = flow.session(max_length=300)
 out = session.step(**x)
-"""
-
-PROCESSES = """
-def ports(process):
-    return [one.laddr.port for one in process.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-
-family = psutil.Process().children(recursive=True)
-print(json.dumps([[one.pid, one.create_time(), one.name(), ports(one)] for one in family]))
 """
 
 USE = """
@@ -103,27 +94,17 @@ def kernel() -> Iterator[Kernel]:
         kernel.manager.shutdown_kernel(now=True)
 
 
-def is_left(pid: int, created: float) -> bool:
-    try:
-        process = psutil.Process(pid)
-        return process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def family(kernel: Kernel) -> list[psutil.Process]:
+    """The processes that a kernel has started: two workers, their p2pd and its own."""
+    started = psutil.Process(kernel.manager.provisioner.pid).children(recursive=True)
+    assert sum("p2pd" in process.name() for process in started) == 3
+    return started
 
 
-def answers(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def gone(family: list[Any]) -> None:
-    """Wait until the processes are over; then nobody may listen where they did."""
-    deadline = time.monotonic() + 20
-    while left := [name for pid, created, name, _ in family if is_left(pid, created)]:
-        assert time.monotonic() < deadline, f"left: {left}"
-        time.sleep(0.05)
-    assert not [port for *_, ports in family for port in ports if answers(port)]
+def listening(processes: Iterable[psutil.Process] | None = None) -> set[int]:
+    """The TCP ports of these processes, or of all, that somebody listens on."""
+    of = [psutil.net_connections("tcp")] if processes is None else [one.net_connections("tcp") for one in processes]
+    return {one.laddr.port for some in of for one in some if one.status == psutil.CONN_LISTEN}
 
 
 def test_the_next_cell_goes_on_after_an_interrupt(kernel: Kernel) -> None:
@@ -135,16 +116,21 @@ def test_the_next_cell_goes_on_after_an_interrupt(kernel: Kernel) -> None:
 
 
 def test_a_restart_and_an_end_leave_no_process_and_no_port(kernel: Kernel) -> None:
+    def gone(started: list[psutil.Process], ports: set[int]) -> None:
+        until(lambda: not any(map(lives, started)))
+        assert not ports & listening()
+
     start = START.format(folder=str(tiny.folder("llama")))
     kernel.run(start)
     said = kernel.run(USE)
-    family = json.loads(kernel.run(PROCESSES))
-    assert sum("p2pd" in name for _, _, name, _ in family) == 3, "two workers' and the client's"
-    assert [port for *_, ports in family for port in ports]
+    first = family(kernel)
+    ports = listening(first)
+    assert ports
     kernel.restart()
-    gone(family)
+    gone(first, ports)
     kernel.run(start)
     assert kernel.run(USE) == said
-    family = json.loads(kernel.run(PROCESSES))
+    second = family(kernel)
+    ports = listening(second)
     kernel.manager.shutdown_kernel(now=True)
-    gone(family)
+    gone(second, ports)

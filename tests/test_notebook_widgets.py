@@ -6,8 +6,7 @@ import builtins
 import gc
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,18 +16,12 @@ import kwflow as kf
 from kwflow.errors import KwargError, SpanError, UnsupportedError
 from tests import here, tiny
 from tests.mortal import Swarm
+from tests.processes import until
 from tests.tiny import HIDDEN, random
 
 PROMPT = "w3 w5 w7"
 V = kf.steering.Vectors({1: random(HIDDEN), 3: random(HIDDEN, seed=1)})
 W = kf.steering.Vectors({2: random(HIDDEN, seed=2)})
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
 
 
 def threads(name: str) -> list[threading.Thread]:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,12 @@ from torch import Tensor
 import kwflow as kf
 from benchmarks.faults import tiny_model
 from tests import tiny
+from tests.processes import until
 from tests.tiny import random
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 B, S, D = 3, 4, tiny.HIDDEN
-
-
-def until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
 
 
 def changing(session: Any, layers: int, lost: Callable[[], None] = lambda: None) -> list[Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 import kwflow as kf
 from tests import tiny
+from tests.processes import lives, until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
@@ -241,5 +242,4 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
         assert len(family) >= 3  # two workers and a p2pd at least
         parent.kill()
         parent.wait(10)
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+    until(lambda: not any(map(lives, family)), 10)
