@@ -15,6 +15,7 @@ Any other name is free: it is never cut. ``layer batch seq head`` broadcast at s
 
 from __future__ import annotations
 
+import difflib
 import functools
 import itertools
 import re
@@ -76,17 +77,31 @@ def parse(text: str, *, optional: bool = False) -> Names:
     return names
 
 
+def _declared(text: str, *, optional: bool = False) -> Names:
+    """Parse what a user declares: a free name that is all but a name with a meaning is a slip, and would be no cut."""
+    names = parse(text, optional=optional)
+    meant = RESERVED | MODEL_SIZES
+    for name in {name.strip("[]") for name in names} - meant:
+        if near := difflib.get_close_matches(name, meant, n=1, cutoff=0.82):
+            raise AxesError(
+                f"{name!r} in the axes {text!r}: did you mean {near[0]!r}? A free axis, which is never cut, needs a "
+                f"name that is less like it"
+            )
+    return names
+
+
 def axes(tensor: Tensor, names: str) -> Axed:
     """Declare what the dimensions of ``tensor`` mean.
 
     >>> axes(torch.zeros(2, 8), "batch hidden")
     axes(float32(2, 8), 'batch hidden')
 
-    Differentiable: gradients flow to ``tensor``. Raises AxesError when the rank does not fit.
+    Differentiable: gradients flow to ``tensor``. Raises AxesError when the rank does not fit, and for a slip
+    such as ``layr``.
     """
     if not isinstance(tensor, Tensor):
         raise AxesError(f"kf.axes takes a torch.Tensor, got {type(tensor).__name__}")
-    parsed = parse(names)
+    parsed = _declared(names)
     if len(parsed) != tensor.dim():
         raise AxesError(
             f"the axes {names!r} name {len(parsed)} dimensions, the tensor {describe(tensor)} has {tensor.dim()}"
@@ -103,7 +118,7 @@ class Axes:
     def __class_getitem__(cls, text: str) -> Axes:
         signatures = tuple(part.strip() for part in text.split("|"))
         for signature in signatures:
-            parse(signature, optional=True)
+            _declared(signature, optional=True)
         return cls(*signatures)
 
     def __repr__(self) -> str:

@@ -26,6 +26,7 @@ from kwflow.errors import KwargError, SessionError, SpanError, did_you_mean
 from kwflow.notebook import pages
 from kwflow.patterns import PATTERN
 from kwflow.positions import Columns, is_mask, select
+from kwflow.tree import as_int
 
 POINTS = (*EDITED, PATTERN)
 Key = tuple[str, int]
@@ -123,6 +124,8 @@ class Capture:
 
     def __getitem__(self, key: Key) -> Tensor:
         """(batch, pos, hidden) of one point and layer."""
+        if isinstance(key, tuple) and len(key) == 2 and (layer := as_int(key[1])) is not None:
+            key = (key[0], layer)
         if key not in self.keys:
             raise KeyError(f"{key!r} was not captured; {list(self.keys)} were")
         order, _ = self._order()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import numbers as kinds
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor
 from kwflow.axes import Axed, bind_floats, check_sizes, expansions, spread
 from kwflow.errors import KwargError, ShapeError, SpanError, did_you_mean
 from kwflow.positions import Columns, select, token_position
+from kwflow.tree import as_int
 
 POINTS = ("embed", "resid_pre", "attn", "mlp", "head", "resid")
 _MOST = 1 << 16  # layers or heads of one edit
@@ -101,11 +101,11 @@ def numbers(given: Any, name: str, what: str) -> tuple[int, ...]:
     several = isinstance(given, Iterable) and getattr(given, "ndim", 1) > 0  # an array without dimensions is one
     try:
         items: list[Any] = list(itertools.islice(given, _MOST + 1)) if several else [given]
-        if any(isinstance(i, bool) or str(getattr(i, "dtype", "")).endswith("bool") for i in items):
-            raise TypeError("a mask of bools is no list of numbers")
-        numbers = [operator.index(i) for i in items]
     except TypeError:
-        raise KwargError(f"{what}: {name}={given!r:.60}; give a number or several") from None
+        items = [None]
+    numbers = [number for number in map(as_int, items) if number is not None]
+    if len(numbers) < len(items):
+        raise KwargError(f"{what}: {name}={given!r:.60}; give a number or several")
     if not numbers or len(set(numbers)) != len(numbers) or len(numbers) > _MOST:
         raise KwargError(f"{what}: {name}={given!r:.60}: give at least one, each once, and at most {_MOST}")
     return tuple(numbers)

@@ -32,6 +32,7 @@ from kwflow.plan import Estimate, Plan, PlanCall, bind
 from kwflow.positions import Columns
 from kwflow.retry import Hop, Peers, Retry
 from kwflow.schema import Spec
+from kwflow.tree import as_int
 
 
 class Ends(Protocol):
@@ -73,14 +74,14 @@ class Flow:
     def __getitem__(self, layers: slice) -> Flow:
         """A slice by absolute layer numbers, within this flow's span."""
         if not isinstance(layers, slice) or layers.step not in (None, 1):
-            first = layers if type(layers) is int and self.start <= layers < self.stop else self.start
+            number = as_int(layers)
+            first = self.start if number is None or not self.start <= number < self.stop else number
             raise SpanError(f"flow[{layers!r}]: give a slice of layers such as flow[{first}:{first + 1}]")
-        start = self.start if layers.start is None else layers.start
-        stop = self.stop if layers.stop is None else layers.stop
-        if not (type(start) is int and type(stop) is int and self.start <= start < stop <= self.stop):
-            raise SpanError(
-                f"flow[{start}:{stop}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)"
-            )
+        start = self.start if layers.start is None else as_int(layers.start)
+        stop = self.stop if layers.stop is None else as_int(layers.stop)
+        if start is None or stop is None or not self.start <= start < stop <= self.stop:
+            said = ":".join("" if end is None else repr(end) for end in (layers.start, layers.stop))
+            raise SpanError(f"flow[{said}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)")
         return Flow(self.ends, self.peers, (start, stop), self._options)
 
     def options(self, **changes: Any) -> Flow:
@@ -94,11 +95,14 @@ class Flow:
             changes["peers_blocked"] = (given,) if isinstance(given, str) else tuple(given)
         if isinstance(changes.get("dtype"), torch.dtype):
             changes["dtype"] = str(changes["dtype"]).removeprefix("torch.")
+        for name in {"timeout", "batch_tokens"} & set(changes):
+            number = as_int(changes[name])
+            changes[name] = changes[name] if number is None else number
         options = replace(self._options, **changes)
         if options.dtype not in (None, "float32", "float64"):
             raise KwargError(f"option dtype is {options.dtype!r}; a worker upcasts to 'float32' or 'float64'")
         timeout, tokens = options.timeout, options.batch_tokens
-        if type(timeout) not in (int, float) or not 0 < timeout < float("inf"):
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
             raise KwargError(f"option timeout is {timeout!r}; give a finite number of seconds")
         if type(options.push) is not bool:
             raise KwargError(f"option push is {options.push!r}; give True or False")
@@ -245,10 +249,11 @@ class Flow:
         lengths are padded on the left. Positions count unmasked tokens, as ``generate`` does, from ``prefix`` on: the
         columns of a ``prefix_kv=``.
         """
-        if type(prefix) is not int or prefix < 0:
+        before = as_int(prefix)
+        if before is None or before < 0:
             raise KwargError(f"prefix is {prefix!r:.40}; give the number of columns of the prefix_kv that is to come")
         ids, mask = token_ids(self.ends, texts)
-        positions = (mask.long().cumsum(-1) - 1).clamp(min=0) + prefix
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0) + before
         out = {"hidden": self.embed(ids, position_ids=positions), "attention_mask": mask}
         return {**out, "position_ids": positions} if self.ends.takes_positions else out
 

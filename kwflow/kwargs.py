@@ -21,6 +21,7 @@ from kwflow.bound import Bound, Layers, Span, name_in
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg, did_you_mean
 from kwflow.positions import Columns
 from kwflow.schema import SCALARS, Schema, Spec
+from kwflow.tree import as_int
 
 _AT_POINTS: dict[str, Any] = {"edit": edits, "capture": captures}  # what looks positions up, and checks entries
 
@@ -247,10 +248,15 @@ def _by_layer(name: str, value: PerLayer | Mapping[int, Any], span: Span) -> dic
                 f"give one entry per layer, or a dict keyed by layer"
             )
         return {start + i: value for i, value in given.values.items()}
-    for layer in given.values:
-        if isinstance(layer, bool) or not isinstance(layer, int) or not start <= layer < stop:
+    by_layer: dict[int, Any] = {}
+    for layer, own in given.values.items():
+        number = as_int(layer)
+        if number is None or not start <= number < stop:
             raise SpanError(f"{name} names layer {layer!r}; this flow has layers {start}:{stop} (numbers are absolute)")
-    return dict(given.values)
+        if number in by_layer:
+            raise KwargError(f"{name} names layer {number} twice")
+        by_layer[number] = own
+    return by_layer
 
 
 def _kind(dtype: torch.dtype) -> str:

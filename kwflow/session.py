@@ -30,6 +30,7 @@ from kwflow.positions import Columns, from_the_end, token_position
 from kwflow.replay import Reorder, Replay, Step, folded
 from kwflow.retry import Hop
 from kwflow.stages import Stages, free
+from kwflow.tree import as_int
 
 MODES = ("stepwise", "merged")
 
@@ -47,11 +48,12 @@ class Session:
     """
 
     def __init__(self, flow: Flow, max_length: int, replay: str = "stepwise"):
-        if not isinstance(max_length, int) or max_length < 1:
+        columns = as_int(max_length)
+        if columns is None or columns < 1:
             raise SessionError(f"max_length is {max_length!r}; give the number of columns to keep room for")
         if replay not in MODES:
             raise KwargError(f"replay is {replay!r:.40}; a session repeats its steps {' or '.join(map(repr, MODES))}")
-        self.flow, self.max_length, self.mode = flow, max_length, replay
+        self.flow, self.max_length, self.mode = flow, columns, replay
         self.position = self.prefix = 0
         self.batch: int | None = None
         self.closed = False
@@ -156,13 +158,13 @@ class Session:
 
     def reorder(self, ids: Sequence[int] | Tensor) -> None:
         """Give the rows another order, with repeats: row ``i`` becomes what row ``ids[i]`` was (a beam reorder)."""
-        rows = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        rows = [row for row in map(as_int, ids) if row is not None]
         if self.closed:
             raise SessionError("the session is closed")
         if self.batch is None:
             raise SessionError("reorder before the first step: the session has no rows yet")
-        if len(rows) != self.batch or not all(isinstance(r, int) and 0 <= r < self.batch for r in rows):
-            raise SessionError(f"reorder takes {self.batch} row numbers below {self.batch}, got {rows}")
+        if not len(rows) == len(ids) == self.batch or not all(0 <= row < self.batch for row in rows):
+            raise SessionError(f"reorder takes {self.batch} row numbers below {self.batch}, got {ids!r:.80}")
         with self._turn:
             self._reorder_count += 1
             self._to_reorder([(self._reorder_count, rows)])
@@ -181,8 +183,10 @@ class Session:
         """Forget the columns from ``position`` on; the next step starts there."""
         if self.closed:
             raise SessionError("the session is closed")
-        if type(position) is not int or not 0 <= position <= self.position:
+        column = as_int(position)
+        if column is None or not 0 <= column <= self.position:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
+        position = column
         with self._turn:
             forgotten = [] if self._stages is None else self._stages.forget(position)
             self._to_reorder(forgotten)

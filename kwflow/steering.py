@@ -26,6 +26,7 @@ from torch import Tensor
 from kwflow.edits import numbers
 from kwflow.errors import KwargError, SpanError, did_you_mean
 from kwflow.flow import Flow
+from kwflow.tree import as_int
 from kwflow.vectors import Vectors as Vectors
 
 METHODS = ("mean", "pca")
@@ -93,7 +94,7 @@ def contrast(
         raise KwargError(f"method is {method!r}; give {' or '.join(METHODS)}.{did_you_mean(str(method), METHODS)}")
     if method == "pca" and counts[0] != counts[1]:
         raise KwargError(f"method='pca' takes pairs: {counts[0]} positive texts, {counts[1]} negative ones")
-    if type(batch_size) is not int or batch_size < 1:
+    if (as_int(batch_size) or 0) < 1:
         raise KwargError(f"batch_size is {batch_size!r}; give a number of texts, 1 or more")
     if not isinstance(at, str | int | Sequence | range) or isinstance(at, bool):
         raise KwargError(f"at is a {type(at).__name__}; contrast takes what is the same for every text, 'prompt[-1]'")

@@ -18,6 +18,7 @@ May import torch, kwflow.axes and kwflow.errors. It knows no bytes and no networ
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -45,6 +46,23 @@ class Slot:
 
     index: int
     axes: tuple[str, ...] | None = None
+
+
+def as_int(value: Any) -> int | None:
+    """The int that a caller's number stands for: an int, a NumPy integer, an integer tensor without dimensions.
+
+    >>> import torch
+    >>> as_int(torch.tensor([3, 5]).argmax()), as_int(True), as_int(3.0)
+    (1, None, None)
+
+    None for all else, bools too.
+    """
+    if isinstance(value, bool) or getattr(value, "ndim", 0) or str(getattr(value, "dtype", "")).endswith("bool"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def flatten(tree: Tree) -> tuple[list[Tensor | Axed], Skeleton]:

@@ -265,6 +265,20 @@ def test_what_is_no_signature_is_refused(text: str) -> None:
         kf.axes(torch.zeros(1, 1), text)
 
 
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [("layr", "layer"), ("keys", "key"), ("heads", "head"), ("kvhead", "kv_head"), ("batches", "batch")],
+)
+def test_a_slip_of_the_pen_is_no_free_axis(slip: str, meant: str) -> None:
+    """A free axis is never cut: 'layr' would reach every layer whole."""
+    with pytest.raises(AxesError, match=f"{slip!r} .*did you mean {meant!r}"):
+        axes(torch.zeros(1, 1), f"{slip} hidden")
+    with pytest.raises(AxesError, match=f"did you mean {meant!r}"):
+        Axes[f"hidden | [{slip}] seq"]
+    for free in ("rank", "prefix", "adapter", "vocab", "token", "expert", "feature", "dose", "row", "step", "i"):
+        assert Axes[f"{free} hidden"].signatures == (f"{free} hidden",)
+
+
 def test_rank_and_axes_must_agree() -> None:
     with pytest.raises(AxesError, match=r"name 2 dimensions, the tensor float32\(3,\) has 1"):
         axes(torch.zeros(3), "batch hidden")

@@ -10,6 +10,7 @@ import textwrap
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -117,6 +118,45 @@ def test_a_slice_is_a_flow(family: str) -> None:
             middle[bad]  # type: ignore[index]
     with pytest.raises(SpanError, match=r"flow\[2\]: .* such as flow\[2:3\]"):
         middle[2]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
+def test_a_number_of_numpy_or_torch_is_a_number(number: Any) -> None:
+    """Layers and columns come from an argmax as often as from a keyboard."""
+    remote, hidden, v = flow("llama", TWO), random(2, 5, HIDDEN), random(HIDDEN)
+    assert_bits(remote(hidden, steer={number(1): v}), remote(hidden, steer={1: v}))
+    assert_bits(remote[number(1) : number(3)](hidden), remote[1:3](hidden))
+    edits = [[kf.add(v, layers=layer, at=[at])] for layer, at in ((number(1), number(2)), (1, 2))]
+    assert_bits(remote(hidden, edit=edits[0]), remote(hidden, edit=edits[1]))
+    _, acts = remote.capture({"resid": number(2)}, hidden=hidden)
+    assert_bits(acts["resid", number(2)], acts["resid", 2])
+    assert remote.options(timeout=number(9), batch_tokens=number(7))._options.batch_tokens == 7
+    with remote.session(max_length=number(9)) as session:
+        session.step(hidden)
+        session.rollback(number(3))
+        session.reorder([number(1), number(0)])
+        assert_close(session.step(hidden[:, :1]), remote(torch.cat([hidden.flip(0)[:, :3], hidden[:, :1]], 1))[:, 3:])
+
+
+def test_a_bool_is_no_number() -> None:
+    remote, hidden, v = flow("llama", TWO), random(2, 5, HIDDEN), random(HIDDEN)
+    with remote.session(max_length=9) as session:
+        session.step(hidden)
+        for wrong in (
+            lambda: session.rollback(True),
+            lambda: session.reorder([True, False]),
+            lambda: session.reorder(torch.tensor([[1], [0]])),
+            lambda: remote[True:],
+            lambda: remote(hidden, steer={True: v}),
+            lambda: remote.options(timeout=True),
+            lambda: remote.session(max_length=True),
+        ):
+            with pytest.raises(CallerError):
+                wrong()
+    with pytest.raises(SpanError, match=r"flow\[9:\] does not lie"):
+        remote[9:]
+    with pytest.raises(KwargError, match="steer names layer 1 twice"):
+        remote(hidden, steer={1: v, torch.tensor(1): v})
 
 
 def test_what_is_no_hidden_says_what_to_give() -> None:

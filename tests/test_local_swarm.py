@@ -127,9 +127,9 @@ def test_what_is_asked_for_is_checked_first(tmp_path: Path) -> None:
     assert _spans(str(tmp_path), 2) == [(0, 2), (2, 5)]
     assert _spans(str(tmp_path), 5) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
     assert _spans(str(tmp_path), [(3, 5), (0, 3)]) == [(3, 5), (0, 3)]
-    for workers in (0, 6, [], [(2, 2)], [(-1, 2)]):
+    for workers in (0, 6, [], [(2, 2)], [(-1, 2)], 2.5, True, "2", [3, 5]):
         with pytest.raises(SpanError):
-            local_swarm(tmp_path, workers)
+            local_swarm(tmp_path, workers)  # type: ignore[arg-type]
     with pytest.raises(KwargError, match="block_fn"):
         local_swarm(tmp_path, 1, block_fn=3)  # type: ignore[arg-type]
 

@@ -125,6 +125,13 @@ def test_tokens_are_written_as_they_are() -> None:
     figure = kf.notebook.heatmap(random(3, 3), xticks=tokens, yticks=tokens)
     drawn(figure)
     assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == tokens
+    for token in tokens:
+        for figure in (
+            kf.notebook.timeline([0.1, 0.2], marks={1: token}),
+            kf.notebook.loss_curve([2.0, 1.0], marks={1: token}),
+        ):
+            drawn(figure)
+            assert token in texts(figure)
 
 
 def test_workers_of_one_name_have_bars_of_their_own() -> None:

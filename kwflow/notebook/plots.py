@@ -122,7 +122,7 @@ def _bars(ax: Axes, columns: range, took: np.ndarray, marks: Mapping[int, str]) 
     low, high = 1000 * took.min(), 1000 * took.max()
     ax.set_ylim(low / 2, high * 3)
     for column, what in marks.items():
-        ax.annotate(what, (column - 0.4, high * 1.4), color=LINES[1], ha="left")
+        ax.annotate(what, (column - 0.4, high * 1.4), color=LINES[1], ha="left", parse_math=False)
 
 
 def _said(replay: Any) -> str:
@@ -173,7 +173,9 @@ def loss_curve(
             for step in marks:
                 ax.axvline(step, color=LINES[1], ls="--", lw=1.2)
         for step, what in marks.items():
-            column_of[0].annotate(what, (step, 1), (4, -10), ("data", "axes fraction"), "offset points", color=LINES[1])
+            column_of[0].annotate(
+                what, (step, 1), (4, -10), ("data", "axes fraction"), "offset points", color=LINES[1], parse_math=False
+            )
         column_of[-1].set_xlabel("step")
         column_of[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure

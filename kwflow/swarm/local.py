@@ -19,6 +19,7 @@ from typing import Any, Self
 from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
 from kwflow.progress import bar
 from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_imports
+from kwflow.tree import as_int
 
 # NOTE [template] each worker imports for itself (10 s of CPU with its weights, all workers at once). Forks of a process
 # that has imported everything would start in a fraction, but not safely: numpy's and scipy's BLAS start threads when
@@ -234,17 +235,21 @@ def local_swarm(
 
 
 def _spans(model: str, workers: int | Sequence[Span]) -> list[Span]:
-    if not isinstance(workers, int):
-        spans = [(int(start), int(stop)) for start, stop in workers]
+    count = as_int(workers)
+    if count is None:
+        try:
+            spans = [(int(start), int(stop)) for start, stop in workers]  # type: ignore[union-attr]
+        except (TypeError, ValueError):
+            spans = []
         if not spans or any(start < 0 or stop <= start for start, stop in spans):
             raise SpanError(f"workers takes a number or spans (start, stop) with 0 <= start < stop, got {workers!r}")
         return spans
     from kwflow.models.checkpoint import layer_count
 
     layers = layer_count(model)
-    if not 1 <= workers <= layers:
-        raise SpanError(f"{workers} workers cannot split the {layers} layers of {model}; 1 to {layers} can")
-    bounds = [layers * index // workers for index in range(workers + 1)]
+    if not 1 <= count <= layers:
+        raise SpanError(f"{count} workers cannot split the {layers} layers of {model}; 1 to {layers} can")
+    bounds = [layers * index // count for index in range(count + 1)]
     return list(pairwise(bounds))
 
 
