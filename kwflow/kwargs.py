@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kwflow import adapt, captures, edits, prefix
 from kwflow import tree as trees
-from kwflow.axes import Axed, bind, check_sizes, describe, expansions, without_layer
+from kwflow.axes import Axed, bind, check_dense, check_sizes, describe, expansions, without_layer
 from kwflow.bound import Bound, Layers, Span, name_in
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg, did_you_mean
 from kwflow.positions import Columns
@@ -272,6 +272,7 @@ def _bind_value(name: str, value: Any, place: Place) -> Any:
     free: dict[str, int] = {}
 
     def leaf(tensor: Tensor | Axed) -> Axed:
+        check_dense(tensor.tensor if isinstance(tensor, Axed) else tensor, what)
         hint = "give {layer: tensor}, or " if spec.by_layer and not own_layer else ""
         bound = bind(tensor, list(forms), what=what, bare=spec.bare or (own_layer and spec.by_layer), hint=hint)
         if own_layer and "layer" in bound.axes:
