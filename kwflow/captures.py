@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kwflow.axes import Axed, check_sizes
 from kwflow.edits import POINTS as EDITED
-from kwflow.edits import numbers
-from kwflow.errors import KwargError, SessionError, SpanError, did_you_mean
+from kwflow.edits import no_point, numbers
+from kwflow.errors import KwargError, SessionError, SpanError
 from kwflow.notebook import pages
 from kwflow.patterns import PATTERN
 from kwflow.positions import Columns, is_mask, select
@@ -66,8 +66,7 @@ class Capture:
             raise KwargError("kf.Capture: say what: kf.Capture(resid=[3, 8], attn=[3])")
         for point in wanted:
             if point not in POINTS:
-                hint = did_you_mean(point, POINTS)
-                raise KwargError(f"kf.Capture: no point {point!r}; points are {', '.join(POINTS)}.{hint}")
+                raise no_point("kf.Capture", point, POINTS)
         layers = {point: numbers(given, "layers", "kf.Capture") for point, given in wanted.items()}
         if layers.get("embed", (0,)) != (0,):
             raise SpanError("kf.Capture: the point 'embed' is the input of layer 0: embed=[0]")
@@ -127,7 +126,7 @@ class Capture:
         if isinstance(key, tuple) and len(key) == 2 and (layer := as_int(key[1])) is not None:
             key = (key[0], layer)
         if key not in self.keys:
-            raise KeyError(f"{key!r} was not captured; {list(self.keys)} were")
+            raise KeyError(f"{key!r} was not captured; acts[point, layer] has {', '.join(map(str, self.keys))}")
         order, _ = self._order()
         steps = [taken[key] for _, _, taken in self._taken]
         widest = max(step.shape[-1] for step in steps)  # a pattern's keys grow from step to step

@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 
 from kwflow.axes import describe
 from kwflow.bound import is_wrapped
-from kwflow.edits import POINTS, Edit, add, numbers, project_out
-from kwflow.errors import KwargError, ShapeError, SpanError, did_you_mean
+from kwflow.edits import POINTS, Edit, add, no_point, numbers, project_out
+from kwflow.errors import KwargError, ShapeError, SpanError
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,8 +43,7 @@ class Vectors:
     def __post_init__(self) -> None:
         what = "kf.steering.Vectors"
         if self.point not in POINTS:
-            hint = did_you_mean(self.point, POINTS)
-            raise KwargError(f"{what}: no point {self.point!r}; points are {', '.join(POINTS)}.{hint}")
+            raise no_point(what, self.point, POINTS)
         if not isinstance(self.by_layer, Mapping) or not self.by_layer:
             raise KwargError(f"{what} takes {{layer: tensor}} with at least one layer, got {self.by_layer!r:.60}")
         layers = numbers(list(self.by_layer), "layers", what)

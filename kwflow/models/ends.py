@@ -152,8 +152,14 @@ class ModelEnds:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            with quiet():
-                self._tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            try:
+                with quiet():
+                    self._tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            except (OSError, ValueError, KeyError) as error:
+                raise ModelError(
+                    f"{self.folder} has no tokenizer that transformers reads; tokenizer.save_pretrained(folder) adds "
+                    "one, and flow.inputs(ids) takes token ids (batch, seq)"
+                ) from error
             if self._tokenizer.pad_token is None:
                 self._tokenizer.pad_token = self._tokenizer.eos_token
         return self._tokenizer
