@@ -160,8 +160,7 @@ def bind(value: Tensor | Axed, signatures: Sequence[str], *, what: str, bare: bo
     fit = [form for form in forms if len(form) == value.dim()] if bare else []
     if len(fit) == 1:
         return Axed(value, fit[0])
-    ranked = fit or [form for form in forms if len(form) == value.dim()] or forms
-    form = " ".join(ranked[0]) if ranked else "batch hidden"
+    form = " ".join(fit[0] if fit else forms[0]) if forms else "batch hidden"
     how = f"{hint}declare its axes: kf.axes(tensor, {form!r})"
     if not bare or not forms:
         raise AxesError(f"{what} does not take a tensor without declared axes, got {describe(value)}; {how}")
