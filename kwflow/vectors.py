@@ -181,7 +181,10 @@ class Vectors:
     # ---- use
 
     def edits(self, scale: Any = 1.0, *, at: Any = "all", layers: Any = None) -> list[Edit]:
-        """What adds ``scale`` times each vector at its layer: ``flow(**x, edit=v.edits(2.0, at="generated"))``.
+        """What adds ``scale`` times each vector at its layer, so at every layer that ``v`` has.
+
+            flow(**x, edit=v[12:13].edits(2.0))                                  # one layer's alone
+            model.generate(**inputs, edit=v.edits(2.0, at="generated", layers=[12]))     # in a plain call all is prompt
 
         ``scale``: as kf.add's: a number, a tensor (), or (batch,) for each row its own; ``layers``: some of them.
         The lists of several vectors are joined: ``edit=[*v.edits(), *w.ablate()]``. A vector of zeros from which
