@@ -138,7 +138,8 @@ def lower(given: Any, span: tuple[int, int], columns: Columns) -> list[tuple[tup
         what = f"edit[{number}]"
         if not isinstance(edit, Edit):
             raise KwargError(
-                f"{what} is a {type(edit).__name__}; make edits with kf.add, kf.put, kf.scale, kf.project_out"
+                f"{what} is a {type(edit).__name__}; make edits with kf.add, kf.put, kf.scale, kf.project_out, or with "
+                "v.edits() of vectors, a list that joins others: edit=[*v.edits(), kf.scale(0.0, 3)]"
             )
         index = select(edit.at, columns, what=f"{what}, kf.{edit.kind}")
         for layers, value in edit.values.items():

@@ -304,6 +304,8 @@ def _bind_value(name: str, value: Any, place: Place) -> Any:
     got, takes = type(value).__name__, replace(spec, forms=tuple(forms.items())).says()
     if isinstance(value, bool | int | float | str):
         got += f" {value!r:.80}"
+    elif hasattr(value, "edits"):  # kf.steering's Vectors
+        got += "; edit=v.edits() adds vectors at their layers"
     elif isinstance(value, Mapping):
         got += (
             ": it is one layer's own, without {layer: …}"

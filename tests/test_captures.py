@@ -336,6 +336,7 @@ def test_what_is_wrong_is_refused() -> None:
             remote.capture({"resid": [1]}, hidden[:0])
         assert len(requests) == 0
     _, acts = remote.capture({"resid": [1]}, hidden)
+    assert_bits(dict(acts)["resid", 1], acts["resid", 1])
     with pytest.raises(KeyError, match="was not captured"):
         acts["resid", 2]
     with pytest.raises(KeyError, match=r"acts\[point, layer\] has \('resid', 1\)"):

@@ -206,6 +206,7 @@ def test_a_refused_name_says_why() -> None:
             r"steer\[11\] takes a tensor with axes '\[batch\] \[seq\] hidden', got float 1.0",
         ),
         ({"steer": {11: torch.ones(4).numpy()}}, KwargError, "takes a tensor with .*, got ndarray$"),
+        ({"steer": kf.steering.Vectors({11: torch.ones(4)})}, KwargError, r"got Vectors; edit=v.edits\(\)"),
         ({"steer": {11: {11: torch.ones(4)}}}, KwargError, "got dict: it is one layer's own"),
         ({"prompts": {11: torch.ones(4, 2, 4)}}, KwargError, r"got dict; kf.per_layer\({layer: {'prompts': …}}\)"),
         ({"prompts": torch.ones(4, 4)}, ShapeError, "rank 2; it takes 'layer batch prefix hidden'"),
