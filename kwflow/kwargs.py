@@ -24,6 +24,15 @@ from kwflow.schema import SCALARS, Schema, Spec
 from kwflow.tree import as_int
 
 _AT_POINTS: dict[str, Any] = {"edit": edits, "capture": captures}  # what looks positions up, and checks entries
+_CAPTURE = "out, acts = flow.capture({'resid': [3]}, **x) brings back what layers give"
+_KEPT = "flow.session(max_length=) keeps keys and values"
+_ELSEWHERE = {  # what is asked for in other places than a call's kwargs, and where
+    **dict.fromkeys(("adapter", "adapters", "peft"), "kf.adapters.read(folder) is kwargs: flow(**x, **adapter)"),
+    **{"output_hidden_states": _CAPTURE, "output_attentions": _CAPTURE.replace("resid", "pattern")},
+    **{"past_key_values": _KEPT, "use_cache": _KEPT},
+    **{"input_ids": "flow.inputs embeds token ids: flow(**flow.inputs(ids))"},
+    **{name: f"flow.options({name}=…) is a flow that runs so" for name in ("timeout", "peers_blocked", "batch_tokens")},
+}
 
 
 @dataclass(frozen=True)
@@ -198,9 +207,8 @@ def _refuse_unknown(name: str, schemas: Sequence[tuple[Span, Schema]], span: Spa
     for _, schema in schemas:
         if name in schema.refused:
             raise KwargError(f"{name} is not taken by layers {_layers([span])}: {schema.refused[name]}")
-    raise UnknownKwarg(
-        f"flow got {name!r}; layers {_layers([span])} take {', '.join(sorted(taken))}.{did_you_mean(name, taken)}"
-    )
+    hint = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else did_you_mean(name, taken)
+    raise UnknownKwarg(f"flow got {name!r}; layers {_layers([span])} take {', '.join(sorted(taken))}.{hint}")
 
 
 def _need(name: str, schemas: Sequence[tuple[Span, Schema]], addressed: Span, span: Span) -> None:
@@ -297,6 +305,8 @@ def _bind_value(name: str, value: Any, place: Place) -> Any:
     got, takes = type(value).__name__, replace(spec, forms=tuple(forms.items())).says()
     if isinstance(value, bool | int | float | str):
         got += f" {value!r:.80}"
+    elif hasattr(value, "edits"):  # kf.steering's Vectors
+        got += "; edit=v.edits() adds vectors at their layers"
     elif isinstance(value, Mapping):
         got += (
             ": it is one layer's own, without {layer: …}"
