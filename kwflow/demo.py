@@ -143,7 +143,7 @@ def _prove(console: Console, lab: Lab) -> tuple[list[Fact], dict[str, str]]:
     facts += [step, speed(lab)]
     with _stage(console, "kill a worker, and start another in its place"):
         facts += killed(lab)
-    words = lab.flow.ends.tokenizer.decode
+    words = lab.flow.tokenizer.decode
     return facts, {"plain": _one_line(words(ids)), "steered": _one_line(words(steered))}
 
 
@@ -383,7 +383,7 @@ def hooked(layers: Any, *, steer: Mapping[int, Tensor], prompts: Tensor | None =
 def _generate(lab: Lab, side: str, **kwargs: Any) -> Tensor:
     """New token ids (S,) by Hugging Face's generate, timed."""
     inputs = dict(lab.flow.ends.tokenize([PROMPT]))
-    ids, pad = inputs["input_ids"], lab.flow.ends.tokenizer.pad_token_id
+    ids, pad = inputs["input_ids"], lab.flow.tokenizer.pad_token_id
     settings = {"max_new_tokens": lab.tokens, "min_new_tokens": lab.tokens, "do_sample": False, "pad_token_id": pad}
     began = time.perf_counter()
     model = lab.local if side == "local" else lab.remote

@@ -44,6 +44,8 @@ class Ends(Protocol):
     dtype: torch.dtype
     takes_positions: bool  # the family's blocks take position_ids
 
+    @property
+    def tokenizer(self) -> Any: ...
     def tokenize(self, texts: Sequence[str]) -> Mapping[str, Tensor]: ...
     def embed(self, input_ids: Tensor, position_ids: Tensor | None, *, before: Tensor | None = None) -> Tensor: ...
     def head(self, hidden: Tensor) -> Tensor: ...
@@ -70,6 +72,11 @@ class Flow:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own (transformers'), padding on the left. Raises ModelError where its folder has none."""
+        return self.ends.tokenizer
 
     def __getitem__(self, layers: slice) -> Flow:
         """A slice by absolute layer numbers, within this flow's span."""

@@ -88,6 +88,12 @@ def test_texts_are_padded_on_the_left(family: str) -> None:
             remote.inputs(bad)  # type: ignore[arg-type]
 
 
+def test_a_flow_has_the_model_s_tokenizer() -> None:
+    remote = flow("llama", TWO)
+    assert remote.tokenizer is remote[1:3].tokenizer is remote.ends.tokenizer
+    assert remote.tokenizer.padding_side == "left"
+
+
 def test_gradients_reach_the_client_s_own_embeddings() -> None:
     remote = flow("llama", TWO)
     hidden = remote.embed(ids(1, 4)).requires_grad_()

@@ -232,7 +232,7 @@ def test_other_ways_in(pair: tuple[Any, Any]) -> None:
         generated(model, {"max_new_tokens": None, "max_length": 10}, given),
         generated(local, {"max_new_tokens": None, "max_length": 10}, given),
     )
-    tokenizer = {"tokenizer": model.flow.ends.tokenizer}  # for stop strings; generate hands it to forward as well
+    tokenizer = {"tokenizer": model.flow.tokenizer}  # for stop strings; generate hands it to forward as well
     assert torch.equal(generated(model, {}, given, **tokenizer), generated(local, {}, given))
     from transformers import GenerationConfig
 
@@ -351,7 +351,7 @@ def test_streamers_are_given_what_the_local_model_gives(pair: tuple[Any, Any]) -
             kept.append(Kept())
             generated(one, {**how, "streamer": kept[-1]}, given)
         assert kept[0].values == kept[1].values and kept[0].values[-1] == "end"
-    tokenizer = model.flow.ends.tokenizer
+    tokenizer = model.flow.tokenizer
     stream = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=20)
     thread = Thread(target=lambda: generated(model, {"streamer": stream}, prompt(1), steer={1: V}))
     thread.start()

@@ -63,7 +63,7 @@ def test_both_texts_are_those_of_generate(lab: Any) -> None:
     plain, steered = generated(lab), generated(lab, V.edits(lab.scale, layers=[3]))
     assert torch.equal(lab.ids[0], plain[0]) and torch.equal(lab.ids[1], steered[1])
     assert not torch.equal(lab.ids[0], lab.ids[1]), "the vector acts"
-    assert lab.texts == tuple(lab.flow.ends.tokenizer.batch_decode(lab.ids, skip_special_tokens=True))
+    assert lab.texts == tuple(lab.flow.tokenizer.batch_decode(lab.ids, skip_special_tokens=True))
     assert all(text in widget.value for text, widget in zip(lab.texts, (lab.baseline, lab.steered), strict=True))
     assert all(text in page_of(lab) for text in lab.texts)
     assert f"edit=v.edits({lab.scale:.4g}, layers=[3], at=&#x27;all&#x27;)" in lab.status.value

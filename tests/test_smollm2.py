@@ -63,7 +63,7 @@ def generated(model: Any, given: Any, how: dict[str, Any], **more: Any) -> Tenso
 
 @pytest.mark.parametrize("way", [*WAYS, *ONE_ROW])
 def test_every_way_gives_the_local_ids(pair: tuple[Any, Any], way: str) -> None:
-    tokenizer = pair[0].flow.ends.tokenizer
+    tokenizer = pair[0].flow.tokenizer
     texts = TEXTS if way in WAYS else ["One two three. One two three. One two"]
     given = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     more: dict[str, Any] = {"assistant_model": small(pair[1])} if "assisted" in way else {}
@@ -82,7 +82,7 @@ def test_embeddings_streams_and_a_resumed_session(pair: tuple[Any, Any]) -> None
     from transformers import TextIteratorStreamer
 
     model, local = pair
-    tokenizer, name = model.flow.ends.tokenizer, cache_name(local)
+    tokenizer, name = model.flow.tokenizer, cache_name(local)
     given = tokenizer(TEXTS, return_tensors="pt", padding=True, padding_side="left")
     embeds = local.get_input_embeddings()(given["input_ids"])
     by_embeds = {"inputs_embeds": embeds, "attention_mask": given["attention_mask"]}
@@ -112,7 +112,7 @@ def test_a_classifier_is_tuned_to_the_bit(smollm2_swarm: Any, smollm2: Any) -> N
         model = kf.AutoDistributedModelForSequenceClassification.from_pretrained(
             MODEL, initial_peers=smollm2_swarm.peers, num_labels=2, tuning_mode="deep_ptune", pre_seq_len=4
         )
-    tokenizer = model.flow.ends.tokenizer
+    tokenizer = model.flow.tokenizer
     local = AutoModelForSequenceClassification.from_pretrained(smollm2, num_labels=2).eval()
     local.base_model.requires_grad_(False)
     with torch.no_grad():

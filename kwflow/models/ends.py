@@ -169,6 +169,7 @@ class ModelEnds:
                     f"{self.folder} has no tokenizer that transformers reads; tokenizer.save_pretrained(folder) adds "
                     "one, and flow.inputs(ids) takes token ids (batch, seq)"
                 ) from error
+            self._tokenizer.padding_side = "left"  # whatever its folder says: what is generated follows the last column
             if self._tokenizer.pad_token is None:
                 self._tokenizer.pad_token = self._tokenizer.eos_token
         return self._tokenizer

@@ -268,7 +268,7 @@ class SteerLab:
                 return
             run.tokens.append(tokens.cpu())
             self.ids = torch.stack(run.tokens, 1)  # (2, new tokens)
-            tokenizer: Any = self.flow.ends.tokenizer  # type: ignore[attr-defined]
+            tokenizer: Any = self.flow.tokenizer  # type: ignore[attr-defined]
             first, second = (tokenizer.decode(row, skip_special_tokens=True) for row in self.ids)
             self.texts = first, second
             self._tell(said(f"{len(run.tokens)} of {run.new_tokens} tokens"))
