@@ -66,8 +66,9 @@ def not_dense(tensor: Tensor) -> str:
 
 
 def check_dense(tensor: Tensor, what: str) -> None:
-    """Raise KwargError for a tensor that cannot be cut and sent."""
-    if kind := not_dense(tensor):
+    """Raise KwargError for a nested or sparse tensor; a meta one has all that is checked before a call is sent."""
+    kind = not_dense(tensor)
+    if kind not in ("", "meta"):
         also = "; give one padded tensor and attention_mask=" if kind == "nested" else ""
         raise KwargError(f"{what} is a {kind} tensor of {tensor.dtype}; dense ones can be sent{also}")
 
