@@ -127,7 +127,8 @@ class Stage:
         except BaseException:
             self.given_up = self.channel.closed  # by this side: the worker is not to blame
             raise
-        outputs = check_outputs(reply.tree, step.hidden, hop, step.bound)
+        ahead = prefix_length(self.steps[0].bound) if step.start and self.steps else 0
+        outputs = check_outputs(reply.tree, step.hidden, hop, step.bound, ahead + step.start)
         self.held = bound
         if handed is not None:
             self.next = handed.to and handed.to.name

@@ -17,7 +17,16 @@ from torch import Tensor
 import kwflow as kf
 from kwflow import link
 from kwflow.bound import Bound
-from kwflow.errors import KwargError, NoRoute, SessionError, ShapeError, WorkerFailed, WorkerFull
+from kwflow.errors import (
+    BlockError,
+    KwargError,
+    NoRoute,
+    SessionError,
+    ShapeError,
+    UnsupportedError,
+    WorkerFailed,
+    WorkerFull,
+)
 from kwflow.replay import Step, folded
 from kwflow.wire import Message
 from tests import tiny
@@ -191,23 +200,64 @@ def test_captures_of_other_columns_or_widths_are_a_failure() -> None:
         swarm.answers(1, nonsense(lambda t: t))
 
 
-@pytest.mark.parametrize("said", [{}, {"schema": {}}, {"schema": {"kwargs": 1}}, None, "caller"])
-def test_a_hello_that_says_nonsense_is_a_failure(said: Any) -> None:
+def test_captured_heads_and_patterns_of_other_sizes_are_a_failure() -> None:
+    kv = {n: random(LAYERS, 1, tiny.KV_HEADS, 3, D // tiny.HEADS, seed=i) for i, n in enumerate(("k", "v"), 7)}
+    x, more = random(B, S, D), random(B, 1, D, seed=1)
+    for point, lacking in (("head", 3), ("pattern", 3), ("pattern", 2), ("head", 2)):
+        swarm, acts = swarm_of(SPLITS["another like it"]), list[kf.Capture]()
+        swarm.hidden.clear()
+        for wrong in (False, True):
+            if wrong:
+                swarm.answers(1, nonsense(lambda t, i=lacking: [t[0], t[1].narrow(i, 0, t[1].shape[i] - 1)]))
+            acts.append(swarm.flow.capture({point: [2]}, x, prefix_kv=kv)[1])
+            assert swarm.flow.peers.avoided(swarm.names[1]) == wrong
+            swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+            with swarm.flow.session(16) as session:
+                acts.append(kf.Capture({point: [2]}))
+                session.step(x, prefix_kv=kv, capture=acts[-1])
+                session.step(more, capture=acts[-1])
+            swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+        for got, want in zip(acts[2:], acts[:2], strict=True):
+            assert torch.equal(got[point, 2], want[point, 2])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda said: {},
+        lambda said: None,
+        lambda said: {**said, "schema": {}},
+        lambda said: {**said, "schema": {"kwargs": 1}},
+        lambda said: {**said, "schema": {**said["schema"], "sizes": {"hidden": D}}},
+        lambda said: {**said, "schema": {**said["schema"], "kwargs": {"steer": {"points": "resid"}}}},
+        lambda said: {**said, "limits": None},
+        lambda said: {**said, "limits": {"batch_tokens": "many"}},
+        lambda said: {**said, "fingerprint": [1]},
+        lambda said: {**said, "features": 3},
+        lambda said: {name: value for name, value in said.items() if name != "span"},
+        lambda said: {**said, "span": [0, 3]},  # it came back with other layers
+        lambda said: {**said, "dtype": None},
+        UnsupportedError("no operation 'hello'"),
+        BlockError("hello failed"),
+        RuntimeError("a bug"),
+    ],
+)
+def test_a_hello_that_says_nonsense_is_a_failure(change: Any) -> None:
     swarm = Swarm("llama", (0, 4), (0, 4))
     served = served_by(swarm)[0]
-    error = {"error": {"kind": "caller", "type": "UnsupportedError", "message": "no operation 'hello'"}}
-    served.hello = lambda: said
-    if said == "caller":
-        connection = served.accept
+    said = served.hello()
 
-        def accept(remote: str) -> Any:
-            made = connection(remote)
-            made._hello = lambda request: asyncio.sleep(0, Message(error))
-            return made
+    def hello() -> Any:
+        if isinstance(change, Exception):
+            raise change
+        return change(said)
 
-        swarm.flow.peers.pool.transport._accept[swarm.names[0]] = accept  # type: ignore[attr-defined]
+    served.hello = hello
     assert swarm.flow(random(B, S, D)).shape == (B, S, D)
-    assert list(swarm.flow.peers._bans) == [swarm.names[0]]  # type: ignore[attr-defined]
+    assert repr(swarm.flow) and list(swarm.flow.peers._bans) == [swarm.names[0]]  # type: ignore[attr-defined]
+    with pytest.raises(NoRoute) as caught:
+        swarm.flow.options(peers_blocked=swarm.names[1], timeout=0.3)(random(B, S, D))
+    assert isinstance(caught.value.__cause__, WorkerFailed)
 
 
 def test_a_gap_closes_before_the_deadline() -> None:
