@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 BAN_SECONDS = 5.0  # until a worker that failed is asked how it is; doubled at each failure in a row
 LONGEST_BAN = 60.0
 HELLO_SECONDS = 10.0  # for a worker to say what it serves
+NO_HELLO = CallerError, LookupError, TypeError, ValueError, AttributeError  # what nonsense in a hello raises
 PROBE_SECONDS = 0.25  # before it is asked again where there is no other; doubled likewise
 
 
@@ -145,13 +146,7 @@ class KnownPeers:
                 hello = read_hello(reply.meta["hello"])
             except TimeoutError:
                 raise WorkerFailed(f"did not answer hello in {HELLO_SECONDS:g} s", peer=peer) from None
-            except (
-                CallerError,
-                LookupError,
-                TypeError,
-                ValueError,
-                AttributeError,
-            ) as error:  # even the caller's: he asked nothing
+            except NO_HELLO as error:
                 raise WorkerFailed(f"answered hello with something else: {error!r:.80}", peer=peer) from error
             self._hellos[peer] = hello
             self._bans.pop(peer, None)
