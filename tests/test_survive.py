@@ -803,7 +803,7 @@ def test_what_is_lost_between_workers_goes_through_the_client(caplog: pytest.Log
     with swarm.flow.session(16) as session:
         for want in expected:
             assert torch.equal(session.step(x), want)
-        assert session._stages.push_lost and not session.replays
+        assert session._stages.carried == {swarm.names[0]} and not session.replays
     assert "cannot hand steps on" in caplog.text
 
 
@@ -843,7 +843,7 @@ def test_one_worker_in_two_places_hands_on_to_itself() -> None:
         swarm.hidden |= {2}
         got += [session.step(x) for _ in range(3)]
         assert [told.by[0][0] for told in session.replays] == [swarm.names[3]] * 2
-        assert not session._stages.push_lost
+        assert not session._stages.carried
     assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))
 
 
@@ -904,12 +904,14 @@ def test_what_a_worker_hands_on_wrongly_is_asked_of_it_twice(
 
     served_by(swarm)[0].neighbours = odd
     with swarm.flow.session(32) as session:
-        asked = list[int]()
+        asked, handed = list[int](), list[int]()
         for want in expected:
-            before = swarm.asked(1)
+            before, pushes = swarm.asked(1), pushed(swarm)
             assert torch.equal(session.step(x), want)
             asked.append(swarm.asked(1) - before)
+            handed.append(pushed(swarm) - pushes)
         assert asked == [1, 2, 2, 1, 1, 1] and not session.replays
+        assert session._stages.carried == {swarm.names[0]} and handed[-3:] == [2, 2, 2], "the other one hands on"
     (said,) = [record.getMessage() for record in caplog.records if "hands steps on wrongly" in record.getMessage()]
     assert swarm.names[0][-8:] in said and why in said
     assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
@@ -926,7 +928,7 @@ def test_a_worker_that_dies_handed_nothing_on_wrongly() -> None:
             session.step(random(B, 1, D))
         session.step(random(B, 1, D), steer={0: torch.full((D,), 1e38)})
         session.step(random(B, 1, D), edit=kf.scale(1e38, layers=1))
-        assert len(session.replays) == 3 and not session._stages.push_lost and not session._stages._strays
+        assert len(session.replays) == 3 and not session._stages.carried and not session._stages._strays
 
 
 def test_a_worker_that_was_replaced_is_let_go_of() -> None:
