@@ -136,7 +136,7 @@ class Stages:
         try:
             for number, task in enumerate(tasks):
                 if number:
-                    await self._bring_if_late(*stages[number - 1 : number + 1], task, outputs[-1][0])
+                    await self._bring_if_late(stages[number - 1], stages[number], task, outputs[-1][0])
                 outputs.append(await task)
         except BaseException as error:
             await self._give_up(tasks)
