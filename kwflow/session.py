@@ -82,6 +82,7 @@ class Session:
         """
         if phase not in (None, "prompt", "generated"):
             raise SessionError(f"phase is {phase!r}; a step is of the 'prompt' or 'generated'")
+        check_hidden(hidden, self.flow.ends.hidden_size)
         prompt = {None: None, "prompt": self.position + hidden.shape[1], "generated": self._prompt_columns}[phase]
         return self._step(hidden, kwargs, repeats=1, prompt=prompt, prompt_length=prompt_length)
 
@@ -266,7 +267,7 @@ class Session:
         batch, seq, _ = hidden.shape
         start, stop = self.position, self.position + seq
         given = dict(kwargs)
-        control = {name: _on_cpu(given.pop(name, None)) for name in ("attention_mask", "position_ids")}
+        control = {name: _on_cpu(name, given.pop(name, None)) for name in ("attention_mask", "position_ids")}
         mask, positions = control["attention_mask"], control["position_ids"]
         if positions is None and self._positions is not None:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
@@ -369,10 +370,12 @@ class Session:
             concurrent.futures.wait([running], timeout)
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(name: str, value: Any) -> Any:
     """Masks and positions are looked at and remembered on the CPU, wherever hidden is."""
     if isinstance(value, Axed):
-        return replace(value, tensor=value.tensor.cpu())
+        return replace(value, tensor=_on_cpu(name, value.tensor))
+    if isinstance(value, Tensor) and value.is_meta:
+        raise KwargError(f"{name} is {describe(value)} on the meta device, which holds no values")
     return value.cpu() if isinstance(value, Tensor) else value
 
 
