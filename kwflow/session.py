@@ -364,10 +364,17 @@ class Session:
         return mask, called.with_tensors(columns)
 
     def _settle(self, timeout: float) -> None:
-        """Wait for a step that was interrupted; its values are not used, and the next one crops it away."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            concurrent.futures.wait([running], timeout)
+        """Wait for a step that was interrupted; its values are not used, and the next one crops it away.
+
+        Raises DeadlineError, and gives it up, when it does not end.
+        """
+        if self._running is not None and concurrent.futures.wait([self._running], timeout).not_done:
+            self._running.cancel()
+            raise DeadlineError(
+                f"the step that was interrupted did not end in {timeout:g} s more (flow.options(timeout=…)); it is "
+                f"given up now: take the next one again"
+            )
+        self._running = None
 
 
 def _on_cpu(name: str, value: Any) -> Any:

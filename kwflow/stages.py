@@ -208,10 +208,14 @@ class Stages:
         if not old.given_up:
             retry.failed(error)
         await old.aclose()
+        again = old.given_up
+        old.given_up = again or isinstance(
+            error, WorkerFull
+        )  # should this step end here: it may have room for the next
         steps, freeing = self._history(old, step.start), list(FREED_SECONDS)
         while True:
             hops = [old.hop]
-            if not old.given_up:
+            if not again:
                 hops = await retry.route(*old.hop.span, like=old.hop, misfit=_misfit(old, step))
             try:
                 new = await self._rebuilt(old, steps, hops, self._nan)
@@ -219,7 +223,7 @@ class Stages:
                 if isinstance(failure, WorkerFull) and failure.peer == old.hop.peer and freeing:
                     await asyncio.sleep(freeing.pop(0))  # it holds what the old channel had, still
                     continue
-                old.given_up = False
+                again = old.given_up = False
                 retry.failed(failure)
                 continue
             break
@@ -241,14 +245,13 @@ class Stages:
 
     async def _doubt(self, number: int, retry: Retry, step: Step) -> bool:
         """NaN from input without any: whether another worker says otherwise, and then takes this one's place."""
-        self._nan = True
         old, began = self.stages[number], time.monotonic()
         steps = self._history(old, step.start)
         while others := await retry.others(old.hop, _misfit(old, step)):
             new = list[Stage]()
             try:
                 new = await self._rebuilt(old, steps, others, nan=False)
-                (hidden,) = await replay([step], new, self.pool, keep=False, nan=True)
+                outputs = await replay([step], new, self.pool, keep=False, nan=True)
             except WorkerFailed as error:
                 retry.failed(error)
                 await close(new)
@@ -256,7 +259,7 @@ class Stages:
             except BaseException:
                 await close(new)
                 raise
-            if any_nan([hidden]):
+            if any_nan(outputs):
                 await close(new)
                 break
             by = ", ".join(other.peer[-8:] for other in others)
@@ -264,9 +267,9 @@ class Stages:
             retry.failed(said)
             await old.aclose()
             self.stages[number : number + 1] = new
-            self._nan = False
             self._note(old, step, str(said), others, len(steps), time.monotonic() - began)
             return True
+        self._nan = True
         return False
 
     def _history(self, stage: Stage, position: int) -> list[Step]:

@@ -346,6 +346,35 @@ def test_nan_from_both_is_the_answer_and_nobody_is_to_blame() -> None:
     assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
 
 
+def test_nan_that_is_only_captured_is_nobodys_fault() -> None:
+    """Later layers of the same worker overwrite it: the output has none, here and elsewhere."""
+    swarm = Swarm("llama", (0, 4), (0, 4), (0, 4))
+    nan = [kf.scale(factor, layers=1) for factor in (1e38, 1e38, 0.0)]
+    with swarm.flow.session(8) as session:
+        acts = kf.Capture(resid=[1])
+        out = session.step(random(B, S, D), edit=[*nan, kf.put(V, layers=2)], capture=acts)
+        assert acts["resid", 1].isnan().all() and not out.isnan().any() and not session.replays
+    assert (swarm.asked(0), swarm.asked(1)) == (1, 1) and not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+def test_a_deadline_is_no_answer_to_whether_nan_is_right() -> None:
+    swarm = Swarm("llama", (0, 4), (0, 4))
+    x, peers, busy = random(B, S, D), swarm.flow.peers, [True]
+    expected, opened = swarm.flow(x), peers.pool.transport.open
+
+    async def slowly(peer: str, **more: Any) -> Any:
+        await asyncio.sleep(60 * (busy[0] and peer == swarm.names[1]))
+        return await opened(peer, **more)
+
+    peers.pool.transport.open = slowly  # type: ignore[method-assign]
+    swarm.answers(0, nonsense(some_nan))
+    with swarm.flow.options(timeout=0.5).session(8) as session:
+        with pytest.raises(kf.errors.DeadlineError):
+            session.step(x)
+        busy[0] = False
+        assert torch.equal(session.step(x), expected)
+
+
 def once(answer: Callable[[Message], Message]) -> Callable[[Message], Message]:
     left = [answer]
     return lambda reply: left.pop()(reply) if left else reply
@@ -663,6 +692,47 @@ def test_an_interrupt_blames_nobody_and_the_step_can_be_taken_again() -> None:
         got.append(session.step(x))
         assert not session.replays and not swarm.flow.peers._bans  # type: ignore[attr-defined]
     assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))
+
+
+def test_an_interrupted_step_that_does_not_end_is_given_up() -> None:
+    """As one is that waits for a worker which lives and never answers."""
+    swarm = Swarm("llama", (0, 2), (2, 4))
+    x = random(B, S, D)
+    with swarm.flow.session(16) as session:
+        expected = [session.step(x), session.step(x)]
+    flow = swarm.flow.options(timeout=0.5, push=False)
+    with flow.session(16) as session:
+        session.step(x)
+        connection: Any = session._stages.stages[1].channel._connection  # type: ignore[union-attr]
+        handle, left = connection.handle, [True]
+
+        async def hanging(request: Message) -> Message:
+            return await (asyncio.Event().wait() if left and left.pop() else handle(request))  # type: ignore[return-value]
+
+        connection.handle = hanging
+        step = Step(S, x, Bound(0, LAYERS))
+        session._running = link.submit(
+            session._stages.step(step, flow.options(timeout=60))
+        )  # an interrupt leaves it so
+        with pytest.raises(kf.errors.DeadlineError, match="the step that was interrupted"):
+            session.step(x)
+        assert torch.equal(session.step(x), expected[1])
+        assert not session.replays and not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+def test_a_worker_without_room_for_a_kwarg_goes_on_without_it() -> None:
+    swarm = Swarm("llama", (0, 4), kv_bytes=24_000)
+    with swarm.flow.session(8) as session:
+        expected = [session.step(random(B, S, D)), session.step(random(B, 1, D))]
+    tiny.settle(swarm.flow, [0])
+    with swarm.flow.session(8) as session:
+        session.step(random(B, S, D))
+        with pytest.raises(WorkerFull, match="no room for a step's kwargs"):
+            session.step(random(B, 1, D), prompts=random(LAYERS, 1, 40, D))
+        failed, blamed = swarm.flow.peers.failed, list[WorkerFailed]()
+        swarm.flow.peers.failed = lambda error: (blamed.append(error), failed(error))[1]  # type: ignore[method-assign]
+        assert torch.equal(session.step(random(B, 1, D)), expected[1])
+        assert not blamed and not session.replays
 
 
 def test_what_a_session_keeps_is_its_own() -> None:
