@@ -20,6 +20,7 @@ from kwflow.axes import describe
 from kwflow.bound import Bound
 from kwflow.derive import Operations, Perform, evaluate, remote_call
 from kwflow.errors import DeadlineError, WorkerFailed
+from kwflow.prefix import length
 from kwflow.retry import Hop, Misfit, Peers, Retry, lacks
 from kwflow.wire import Message
 
@@ -185,7 +186,7 @@ def check_reply(
     if not isinstance(found, list) or not all(result is None or isinstance(result, Tensor) for result in found):
         raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
     if not operations:
-        return [*check_outputs(found, tensors[0], hop, bound)]
+        return [*check_outputs(found, tensors[0], hop, bound.with_tensors(tensors[1 : 1 + len(bound.leaves)]))]
     *before, last = operations
     if "jvp" in last:  # a tangent is as what it is of
         check_reply(found, hop, bound, tuple(before), tensors[: len(tensors) - len(last["jvp"])])
@@ -219,23 +220,21 @@ def check_mapped(
     check_reply([None if r is None else r[0] for r in found], hop, bound, operations, one)
 
 
-def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound) -> list[Tensor]:
-    """A reply must be what was asked for: the hidden's shape and dtype, then each capture's rows, columns and dtype."""
+def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound, before: int = 0) -> list[Tensor]:
+    """A reply must be what was asked for: the hidden's shape and dtype, then each capture's.
+
+    ``before``: columns of a session before these, a prefix's too.
+    """
     found = outputs if isinstance(outputs, list) else []
     out = found[0] if found else None
     if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
         got = describe(out) if isinstance(out, Tensor) else type(out).__name__
         raise WorkerFailed(f"answered {got} for a hidden {describe(hidden)}", peer=hop.peer, span=hop.span)
-    columns = [hidden.shape[1], *bound.captured_columns(hop.span)]
-    heads, width = hop.schema.sizes["head"], hidden.shape[2]  # a pattern's keys and a head's width are the family's
-    good = [
-        isinstance(t, Tensor)
-        and (*t.shape[:2], t.dtype) == (len(out), seq, out.dtype)
-        and (t.shape[2:] == (width,) or t.dim() == 4 and t.shape[2] == heads)
-        for t, seq in zip(found, columns, strict=False)
-    ]
-    if len(found) != len(columns) or not all(good):
-        said = f"{len(found) - 1} captures for {len(columns) - 1}"
+    keys = before + length(bound) + hidden.shape[1] if bound.captures() else 0
+    shapes = bound.captured_shapes(hop.span, hop.schema.sizes, keys)
+    captured = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else None for t in found[1:]]
+    if captured != [((len(out), *shape), out.dtype) for shape in shapes]:
+        said = f"{len(captured)} captures for {len(shapes)}"
         raise WorkerFailed(f"answered {said}, or others than were asked for", peer=hop.peer, span=hop.span)
     return found
 

@@ -35,6 +35,9 @@ from kwflow.schema import SCALARS, Schema, Spec
 
 Params = Mapping[str, Tensor]
 
+# only CUDA has a type for it in torch
+NO_MEMORY = "can't allocate memory", "not enough memory", "MPS backend out of memory", "_STATUS_ALLOC_FAILED"
+
 
 class BlockFn(Protocol):
     """The one contract: pure, the same locally and remotely."""
@@ -286,7 +289,7 @@ def _explained(who: str, layer: int, hidden: Tensor, bound: Bound) -> Iterator[N
     except CallerError:
         raise
     except Exception as error:
-        if out_of_memory(error):
+        if of_the_machine(error):
             raise
         raise BlockError(
             f"{who} of layer {layer} raised {type(error).__name__}: {error} "
@@ -294,11 +297,10 @@ def _explained(who: str, layer: int, hidden: Tensor, bound: Bound) -> Iterator[N
         ) from error
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether this machine's memory ran out, which another's need not; only CUDA has a type for it in torch."""
-    said = ("can't allocate memory", "not enough memory", "MPS backend out of memory")
-    named = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in said))
+def of_the_machine(error: BaseException) -> bool:
+    """Whether this machine's memory ran out or its device broke, which another's need not."""
+    named = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError | MemoryError)
+    return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY))
 
 
 def chain(blocks: Sequence[Block]) -> Callable[..., Tensor]:

@@ -156,16 +156,13 @@ class Bound:
         """How many outputs these layers have beside hidden."""
         return len(self._captures(span))
 
-    def captured_columns(self, span: Span) -> list[int]:
-        """How many columns each of these layers' captures brings back."""
-        return [1 if entry["mean"] else entry["count"] for entry in self._captures(span)]
-
-    def captured_numbers(self, span: Span, hidden: int, pattern: int) -> int:
-        """How many numbers these layers' captures bring back for each row; ``pattern``: of one query's pattern."""
-        return sum(
-            (1 if entry["mean"] else entry["count"]) * (pattern if entry["point"] == "pattern" else hidden)
+    def captured_shapes(self, span: Span, sizes: Mapping[str, int], keys: int) -> list[tuple[int, ...]]:
+        """Of what each of these layers' captures brings back, without its rows; ``keys``: all columns so far."""
+        features = {"pattern": (sizes["head"], keys), "head": (sizes["head"], sizes["head_dim"])}
+        return [
+            (1 if entry["mean"] else entry["count"], *features.get(entry["point"], (sizes["hidden"],)))
             for entry in self._captures(span)
-        )
+        ]
 
     def _captures(self, span: Span | None) -> list[dict[str, Any]]:
         first, last = span or (self.start, self.stop)

@@ -28,7 +28,7 @@ from kwflow.errors import (
 )
 from kwflow.flow import Flow
 from kwflow.retry import Hop, Known
-from kwflow.schema import Schema
+from kwflow.swarm.hello import read as read_hello
 from kwflow.swarm.routing import Serves, covers, plan
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message
@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 BAN_SECONDS = 5.0  # until a worker that failed is asked how it is; doubled at each failure in a row
 LONGEST_BAN = 60.0
 HELLO_SECONDS = 10.0  # for a worker to say what it serves
+NO_HELLO = CallerError, LookupError, TypeError, ValueError, AttributeError  # what nonsense in a hello raises
 PROBE_SECONDS = 0.25  # before it is asked again where there is no other; doubled likewise
 
 
@@ -106,7 +107,7 @@ class KnownPeers:
                         raise NoRoute(f"layers {start}:{stop}: {await self._others()}") from self.last_failure
                     raise error from self.last_failure
             try:
-                route = [Hop(peer, a, b, await self._hello(peer)) for peer, a, b in hops]
+                route = [_hop(peer, a, b, await self._hello(peer)) for peer, a, b in hops]
             except WorkerFailed as error:
                 self.failed(error)
                 tried.add(error.peer or "")
@@ -142,12 +143,10 @@ class KnownPeers:
             try:
                 async with asyncio.timeout(HELLO_SECONDS):
                     reply = await self.pool(peer, Message({"op": "hello"}))
-                hello = dict(reply.meta["hello"])
-                hello["schema"] = Schema.from_json(hello["schema"])
-                hello["features"] = list(hello.get("features", ()))
+                hello = read_hello(reply.meta["hello"])
             except TimeoutError:
                 raise WorkerFailed(f"did not answer hello in {HELLO_SECONDS:g} s", peer=peer) from None
-            except (KeyError, TypeError, ValueError, AttributeError) as error:  # what it says is the caller's, too
+            except NO_HELLO as error:
                 raise WorkerFailed(f"answered hello with something else: {error!r:.80}", peer=peer) from error
             self._hellos[peer] = hello
             self._bans.pop(peer, None)
@@ -227,9 +226,16 @@ def _end(pool: link.Pool, stop: Callable[[], Awaitable[None]] | None) -> None:
         log.info("closing links: %s", error)
 
 
+def _hop(peer: str, start: int, stop: int, hello: Mapping[str, Any]) -> Hop:
+    """Raises WorkerFailed where a worker has other layers than the directory says."""
+    first, last = hello["span"]
+    if not first <= start < stop <= last:
+        raise WorkerFailed(f"serves layers {first}:{last}, by its own word, not {start}:{stop}", peer=peer)
+    return Hop(peer, start, stop, hello)
+
+
 def _checkpoint(hello: Mapping[str, Any]) -> str:
-    fingerprint = hello.get("fingerprint")
-    return str(fingerprint.get("checkpoint", "")) if isinstance(fingerprint, dict) else ""
+    return str(hello["fingerprint"].get("checkpoint", ""))
 
 
 class _Here:

@@ -7,6 +7,7 @@ are the fast way for first-order autograd; ``by_spans`` gives every derivative (
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from kwflow.derive import remote_call
 from kwflow.errors import KwargError
 from kwflow.kwargs import bind_kwargs
 from kwflow.positions import Columns
+from kwflow.prefix import length
 from kwflow.retry import Hop, Peers, Retry
 
 IN_FLIGHT = 8  # sub-batches on their way at once
@@ -57,12 +59,12 @@ class Plan:
     def estimate(self, hidden: Tensor) -> Estimate:
         """Count the bytes of a forward pass."""
         sent, received = list[int](), list[int]()
-        rows_in_all, keys, width = hidden.shape
+        keys = hidden.shape[1] + length(self.bound)
         for hop in self.route:
             parts = [self.bound.part(rows, hop.span)[0] for rows in self.cuts]
             sent.append(hidden.nbytes + sum(t.nbytes for bound in parts for t in bound.tensors))
-            numbers = self.bound.captured_numbers(hop.span, width, hop.schema.sizes["head"] * keys)
-            received.append(hidden.nbytes + rows_in_all * numbers * hidden.element_size())
+            numbers = sum(map(math.prod, self.bound.captured_shapes(hop.span, hop.schema.sizes, keys)))
+            received.append(hidden.nbytes + len(hidden) * numbers * hidden.element_size())
         return Estimate(tuple(hop.span for hop in self.route), len(self.cuts), tuple(sent), tuple(received))
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -127,7 +127,8 @@ class Stage:
         except BaseException:
             self.given_up = self.channel.closed  # by this side: the worker is not to blame
             raise
-        outputs = check_outputs(reply.tree, step.hidden, hop, step.bound)
+        ahead = prefix_length(self.steps[0].bound) if step.start and self.steps else 0
+        outputs = check_outputs(reply.tree, step.hidden, hop, step.bound, ahead + step.start)
         self.held = bound
         if handed is not None:
             self.next = handed.to and handed.to.name
@@ -175,27 +176,27 @@ class Stage:
 async def replay(
     steps: Sequence[Step], stages: Sequence[Stage], pool: link.Pool, *, keep: bool = True, nan: bool = False
 ) -> list[Tensor]:
-    """Take the steps of a span again on the workers that serve it now, one after the other; the outputs.
+    """Take steps again on the workers that serve their span now: the last one's output, then what it captured.
 
     ``nan``: these steps may give NaN from input without any; else a worker that does so failed, for they did not.
     """
-    outputs = list[Tensor]()
+    hidden, captured = torch.empty(0), list[Tensor]()
     for step in progress(steps, "repeating a session's steps", len(steps), unit="step"):
-        hidden = step.hidden
+        hidden, captured = step.hidden, list[Tensor]()
         for stage in stages:
             own = stage.own(step, hidden)
             try:
-                hidden, *_ = await stage.take(own, pool)
+                hidden, *more = await stage.take(own, pool)
             except CallerError as error:  # the worker before took this step: it is not the caller's fault
                 failed = WorkerFailed(f"cannot repeat the session's steps: {error}", peer=stage.hop.peer)
                 failed.answered = True
                 raise failed from error
             if not nan and any_nan([hidden]) and not any_nan([own.hidden, *own.bound.tensors]):
                 raise WorkerFailed("NaN in a repeated step that had none", peer=stage.hop.peer, span=stage.hop.span)
+            captured += more
             if keep:
                 stage.keep(own)
-        outputs.append(hidden)
-    return outputs
+    return [hidden, *captured]
 
 
 def folded(reorders: Sequence[Reorder], ends: Collection[int]) -> list[Reorder]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from kwflow.errors import KwargError
+
 SCALARS: dict[str, type | tuple[type, ...]] = {"float": (float, int), "int": int, "bool": bool, "str": str}
 
 
@@ -62,7 +64,8 @@ class Schema:
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Schema:
-        known = Spec.__dataclass_fields__  # a newer worker may say more; what is not known here is left out
+        """Raises KwargError, and what else nonsense makes Python raise."""
+        known = vars(Spec())  # a newer worker may say more; what is not known here is left out
         kwargs = {}
         for name, spec in said["kwargs"].items():
             spec = {
@@ -70,8 +73,13 @@ class Schema:
             }
             forms = tuple((signature, tuple(kinds)) for signature, kinds in spec.pop("forms", ()))
             kwargs[name] = replace(Spec(forms=forms), **spec)
-        projections = {name: (int(a), int(b)) for name, (a, b) in said.get("projections", {}).items()}
-        return cls(kwargs, said["sizes"], said["refused"], projections)
+            if wrong := [key for key, value in vars(kwargs[name]).items() if type(value) is not type(known[key])]:
+                raise KwargError(f"{wrong[0]} of {name!r:.40} is {spec[wrong[0]]!r:.40}")
+        sizes, projections = dict(said["sizes"]), said.get("projections", {})
+        projections = {name: (int(a), int(b)) for name, (a, b) in projections.items()}
+        if not {"hidden", "head", "head_dim"} <= sizes.keys() or not all(type(size) is int for size in sizes.values()):
+            raise KwargError(f"sizes are {sizes!r:.80}")
+        return cls(kwargs, sizes, dict(said["refused"]), projections)
 
 
 # ---- the built-in kwargs -----------------------------------------------------------------------------------------

@@ -82,6 +82,7 @@ class Session:
         """
         if phase not in (None, "prompt", "generated"):
             raise SessionError(f"phase is {phase!r}; a step is of the 'prompt' or 'generated'")
+        check_hidden(hidden, self.flow.ends.hidden_size)
         prompt = {None: None, "prompt": self.position + hidden.shape[1], "generated": self._prompt_columns}[phase]
         return self._step(hidden, kwargs, repeats=1, prompt=prompt, prompt_length=prompt_length)
 
@@ -267,7 +268,7 @@ class Session:
         batch, seq, _ = hidden.shape
         start, stop = self.position, self.position + seq
         given = dict(kwargs)
-        control = {name: _on_cpu(given.pop(name, None)) for name in ("attention_mask", "position_ids")}
+        control = {name: _on_cpu(name, given.pop(name, None)) for name in ("attention_mask", "position_ids")}
         mask, positions = control["attention_mask"], control["position_ids"]
         if positions is None and self._positions is not None:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
@@ -364,16 +365,25 @@ class Session:
         return mask, called.with_tensors(columns)
 
     def _settle(self, timeout: float) -> None:
-        """Wait for a step that was interrupted; its values are not used, and the next one crops it away."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            concurrent.futures.wait([running], timeout)
+        """Wait for a step that was interrupted; its values are not used, and the next one crops it away.
+
+        Raises DeadlineError, and gives it up, when it does not end.
+        """
+        if self._running is not None and concurrent.futures.wait([self._running], timeout).not_done:
+            self._running.cancel()
+            raise DeadlineError(
+                f"the step that was interrupted did not end in {timeout:g} s more (flow.options(timeout=…)); it is "
+                f"given up now: take the next one again"
+            )
+        self._running = None
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(name: str, value: Any) -> Any:
     """Masks and positions are looked at and remembered on the CPU, wherever hidden is."""
     if isinstance(value, Axed):
-        return replace(value, tensor=value.tensor.cpu())
+        return replace(value, tensor=_on_cpu(name, value.tensor))
+    if isinstance(value, Tensor) and value.is_meta:
+        raise KwargError(f"{name} is {describe(value)} on the meta device, which holds no values")
     return value.cpu() if isinstance(value, Tensor) else value
 
 

@@ -39,7 +39,7 @@ class Stages:
         self.stages = [Stage(hop, max_length) for hop in hops]
         self.max_length, self.mode, self.pool = max_length, mode, pool
         self.replays: list[Replay] = []
-        self.push_lost = False  # workers cannot reach each other here, or hand on what the next cannot take
+        self.carried = set[str]()  # workers that cannot reach the next one, or hand on what it cannot take
         self._pushes = 0  # steps that were to be handed on
         self._astray: tuple[str, str] | None = None  # who may have handed this step on wrongly, and what came of it
         self._strays = Counter[str]()  # such steps that were right when the client brought them, of each worker
@@ -114,28 +114,29 @@ class Stages:
 
     def _may_push(self, flow: Flow) -> bool:
         """Whether workers can hand this step on: all know the session, and none was lost."""
-        if not flow.pushes or self.push_lost or len(self.stages) < 2:
+        if not flow.pushes or all(stage.hop.peer in self.carried for stage in self.stages[:-1]):
             return False
         return all(stage.steps and not stage.closed and "push" in stage.hop.hello["features"] for stage in self.stages)
 
     async def _push(self, step: Step, retry: Retry) -> list[Tensor] | None:
         """Take a step that each worker hands on to the next. None if a worker failed: then it is taken again, as usual.
 
-        Every worker gets its kwargs at once; each output comes here too, for what would have to be repeated.
+        Every worker gets its kwargs at once; each output comes here too, for what would have to be repeated. What a
+        worker cannot hand on, this client brings.
         """
         self._pushes += 1
         stages = self.stages
         steps = [stage.own(step, step.hidden) for stage in stages]
         tasks: list[asyncio.Task[list[Tensor]]] = []
         for number, (stage, own) in enumerate(zip(stages, steps, strict=True)):
-            to = stages[number + 1] if number + 1 < len(stages) else None
+            to = stages[number + 1] if number + 1 < len(stages) and stage.hop.peer not in self.carried else None
             handed = Handed(self._pushes, number == 0, to, retry.left)
             tasks.append(asyncio.create_task(stage.take(own, self.pool, handed)))
         outputs: list[list[Tensor]] = []
         try:
             for number, task in enumerate(tasks):
                 if number:
-                    await self._bring_if_late(stages[number], task, outputs[-1][0])
+                    await self._bring_if_late(stages[number - 1], stages[number], task, outputs[-1][0])
                 outputs.append(await task)
         except BaseException as error:
             await self._give_up(tasks)
@@ -155,7 +156,7 @@ class Stages:
 
     def _may_stray(self, number: int, why: str) -> None:
         """Take note of a step that went wrong at a worker to which another handed it on."""
-        if number:
+        if number and self.stages[number - 1].hop.peer not in self.carried:
             self._astray = self.stages[number - 1].hop.peer, why
 
     def _count_stray(self, workers: Sequence[Stage], outputs: Sequence[Tensor]) -> None:
@@ -165,23 +166,27 @@ class Stages:
         peer, why = self._astray
         self._strays[peer] += 1
         if self._strays[peer] >= MOST_ASTRAY:
-            self.push_lost = True
+            self.carried.add(peer)
             log.warning("worker %s hands steps on wrongly (%s): they go through this client", peer[-8:], why)
 
-    async def _bring_if_late(self, stage: Stage, task: asyncio.Task[list[Tensor]], hidden: Tensor) -> None:
-        """Bring a worker what should have been handed on to it; where it was lost, no more is handed on.
+    async def _bring_if_late(
+        self, before: Stage, stage: Stage, task: asyncio.Task[list[Tensor]], hidden: Tensor
+    ) -> None:
+        """Bring a worker what the one before should have handed on; where it was lost, it is to hand no more on.
 
         Raises WorkerFailed if that fails too.
         """
-        done, _ = await asyncio.wait([task], timeout=LATE_SECONDS)
+        carried = before.hop.peer in self.carried
+        done, _ = await asyncio.wait([task], timeout=0 if carried else LATE_SECONDS)
         if done:
             return
         bringing = asyncio.create_task(stage.bring(self._pushes, hidden, self.pool))
         try:
             await asyncio.wait([task, bringing], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and bringing.result():
-                self.push_lost = True
-                log.warning("workers cannot hand steps on to %s: they go through this client", stage.hop.peer[-8:])
+            if not task.done() and bringing.result() and not carried:
+                self.carried.add(before.hop.peer)
+                names = before.hop.peer[-8:], stage.hop.peer[-8:]
+                log.warning("worker %s cannot hand steps on to %s: they go through this client", *names)
         finally:
             bringing.cancel()
             await asyncio.gather(bringing, return_exceptions=True)
@@ -203,10 +208,14 @@ class Stages:
         if not old.given_up:
             retry.failed(error)
         await old.aclose()
+        again = old.given_up
+        old.given_up = again or isinstance(
+            error, WorkerFull
+        )  # should this step end here: it may have room for the next
         steps, freeing = self._history(old, step.start), list(FREED_SECONDS)
         while True:
             hops = [old.hop]
-            if not old.given_up:
+            if not again:
                 hops = await retry.route(*old.hop.span, like=old.hop, misfit=_misfit(old, step))
             try:
                 new = await self._rebuilt(old, steps, hops, self._nan)
@@ -214,7 +223,7 @@ class Stages:
                 if isinstance(failure, WorkerFull) and failure.peer == old.hop.peer and freeing:
                     await asyncio.sleep(freeing.pop(0))  # it holds what the old channel had, still
                     continue
-                old.given_up = False
+                again = old.given_up = False
                 retry.failed(failure)
                 continue
             break
@@ -236,14 +245,13 @@ class Stages:
 
     async def _doubt(self, number: int, retry: Retry, step: Step) -> bool:
         """NaN from input without any: whether another worker says otherwise, and then takes this one's place."""
-        self._nan = True
         old, began = self.stages[number], time.monotonic()
         steps = self._history(old, step.start)
         while others := await retry.others(old.hop, _misfit(old, step)):
             new = list[Stage]()
             try:
                 new = await self._rebuilt(old, steps, others, nan=False)
-                (hidden,) = await replay([step], new, self.pool, keep=False, nan=True)
+                outputs = await replay([step], new, self.pool, keep=False, nan=True)
             except WorkerFailed as error:
                 retry.failed(error)
                 await close(new)
@@ -251,7 +259,7 @@ class Stages:
             except BaseException:
                 await close(new)
                 raise
-            if any_nan([hidden]):
+            if any_nan(outputs):
                 await close(new)
                 break
             by = ", ".join(other.peer[-8:] for other in others)
@@ -259,9 +267,9 @@ class Stages:
             retry.failed(said)
             await old.aclose()
             self.stages[number : number + 1] = new
-            self._nan = False
             self._note(old, step, str(said), others, len(steps), time.monotonic() - began)
             return True
+        self._nan = True
         return False
 
     def _history(self, stage: Stage, position: int) -> list[Step]:

@@ -419,23 +419,44 @@ def test_results_go_to_the_devices_of_the_callers_tensors() -> None:
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: 8 bytes"),
         RuntimeError("MPS backend out of memory (MPS allocated: 1 GB)"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
         MemoryError(),
+        AssertionError("of the block_fn"),
     ],
     ids=lambda error: type(error).__name__,
 )
-@pytest.mark.parametrize("deriving", [False, True])
-def test_a_worker_without_memory_is_to_blame_and_not_the_caller(error: Exception, deriving: bool) -> None:
+@pytest.mark.parametrize("where", ["call", "step", "backward"])
+def test_a_worker_without_memory_is_to_blame_and_not_the_caller(error: Exception, where: str) -> None:
+    """What a block itself raises is the caller's: it would on another worker too."""
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise error
+
     def full(params: Any, hidden: Tensor, /, *, block: Any) -> Tensor:
-        raise error
+        if where != "backward":
+            raise error
+        return Fails.apply(block(params, hidden))
 
     hidden, _ = inputs(F32)
-    hidden.requires_grad_(deriving)
-    served = Served(with_block_fn(load_span(tiny.folder("llama")), full, "full"))
-    with Flow(tiny.ends("llama"), in_process([served]), (0, 4)) as flow:
-        with pytest.raises(NoRoute, match=type(error).__name__) as caught:  # there is no other
-            flow(hidden)
-        assert isinstance(caught.value.__cause__, WorkerFailed)
-        assert flow.peers._bans, "it is avoided for a while"  # type: ignore[attr-defined]
+    spec = load_span(tiny.folder("llama"))
+    served = [Served(with_block_fn(spec, full, "full")), Served(with_block_fn(spec, full, "full"))]
+    with Flow(tiny.ends("llama"), in_process(served), (0, 4)).options(timeout=20) as flow, flow.session(8) as session:
+        kind = BlockError if isinstance(error, AssertionError) else NoRoute
+        with pytest.raises(kind, match=type(error).__name__) as caught:
+            if where == "step":
+                session.step(hidden)
+            else:
+                flow(hidden.requires_grad_(where == "backward")).sum().backward()
+        bans = flow.peers._bans  # type: ignore[attr-defined]
+        assert len(bans) == (0 if kind is BlockError else 2), "both were tried, and are avoided for a while"
+        assert kind is BlockError or isinstance(caught.value.__cause__, WorkerFailed)
 
 
 # ---------------------------------------------------------------- the script for a GPU

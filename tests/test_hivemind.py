@@ -14,13 +14,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hivemind.utils.multiaddr import Multiaddr
 
 from kwflow.errors import BudgetError, KwargError, NoRoute, ProtocolError, WorkerFailed
 from kwflow.link import call, run
-from kwflow.swarm import streams
+from kwflow.swarm import hivemind, streams
 from kwflow.swarm.directory import Directory, WorkerRecord, announced, models
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.local import LocalSwarm
@@ -332,6 +334,35 @@ def test_peers_that_are_not_there(client: Node) -> None:
 
     run(work(), 30)
     until(lambda: len(sockets(os.getpid())) == 1)  # of the client; the failed start left none
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_slow_dial_goes_on_while_we_look_who_listens(listens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    dials = list[str]()
+
+    async def connect(control: str, peer: str, addrs: Any) -> None:
+        dials.append("begun")
+        try:
+            await asyncio.sleep(0.6 if listens else 60)
+            dials.append("done")
+        except asyncio.CancelledError:
+            dials.append("cancelled")
+            raise
+
+    async def dial() -> None:
+        async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1") as server:
+            port = server.sockets[0].getsockname()[1]
+            if not listens:
+                server.close()
+            await hivemind._dial("", "peer", [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}")])
+
+    monkeypatch.setattr(hivemind, "_connect", connect)
+    if listens:
+        asyncio.run(dial())
+    else:
+        with pytest.raises(ConnectionRefusedError):
+            asyncio.run(dial())
+    assert dials == ["begun", "done" if listens else "cancelled"]
 
 
 def test_one_live_peer_of_several_is_enough(swarm: LocalSwarm) -> None:

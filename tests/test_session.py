@@ -402,6 +402,9 @@ def test_what_a_session_cannot_take_is_refused_before_anything_is_sent() -> None
         refused(session, SessionError, r"columns 3:8 do not fit max_length 5", hidden[:, 3:])
         refused(session, SessionError, "the session has 2 rows", hidden[:1, 3:4])
         refused(session, ShapeError, "hidden is", one[..., :-1])
+        refused(session, ShapeError, "hidden is", one[0, 0])
+        refused(session, KwargError, "hidden is a dict", {"hidden": one})  # type: ignore[arg-type]
+        refused(session, KwargError, "attention_mask is .* meta", one, attention_mask=mask.to("meta"))
         refused(
             session,
             SessionError,

@@ -17,7 +17,16 @@ from torch import Tensor
 import kwflow as kf
 from kwflow import link
 from kwflow.bound import Bound
-from kwflow.errors import KwargError, NoRoute, SessionError, ShapeError, WorkerFailed, WorkerFull
+from kwflow.errors import (
+    BlockError,
+    KwargError,
+    NoRoute,
+    SessionError,
+    ShapeError,
+    UnsupportedError,
+    WorkerFailed,
+    WorkerFull,
+)
 from kwflow.replay import Step, folded
 from kwflow.wire import Message
 from tests import tiny
@@ -191,23 +200,64 @@ def test_captures_of_other_columns_or_widths_are_a_failure() -> None:
         swarm.answers(1, nonsense(lambda t: t))
 
 
-@pytest.mark.parametrize("said", [{}, {"schema": {}}, {"schema": {"kwargs": 1}}, None, "caller"])
-def test_a_hello_that_says_nonsense_is_a_failure(said: Any) -> None:
+def test_captured_heads_and_patterns_of_other_sizes_are_a_failure() -> None:
+    kv = {n: random(LAYERS, 1, tiny.KV_HEADS, 3, D // tiny.HEADS, seed=i) for i, n in enumerate(("k", "v"), 7)}
+    x, more = random(B, S, D), random(B, 1, D, seed=1)
+    for point, lacking in (("head", 3), ("pattern", 3), ("pattern", 2), ("head", 2)):
+        swarm, acts = swarm_of(SPLITS["another like it"]), list[kf.Capture]()
+        swarm.hidden.clear()
+        for wrong in (False, True):
+            if wrong:
+                swarm.answers(1, nonsense(lambda t, i=lacking: [t[0], t[1].narrow(i, 0, t[1].shape[i] - 1)]))
+            acts.append(swarm.flow.capture({point: [2]}, x, prefix_kv=kv)[1])
+            assert swarm.flow.peers.avoided(swarm.names[1]) == wrong
+            swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+            with swarm.flow.session(16) as session:
+                acts.append(kf.Capture({point: [2]}))
+                session.step(x, prefix_kv=kv, capture=acts[-1])
+                session.step(more, capture=acts[-1])
+            swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
+        for got, want in zip(acts[2:], acts[:2], strict=True):
+            assert torch.equal(got[point, 2], want[point, 2])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda said: {},
+        lambda said: None,
+        lambda said: {**said, "schema": {}},
+        lambda said: {**said, "schema": {"kwargs": 1}},
+        lambda said: {**said, "schema": {**said["schema"], "sizes": {"hidden": D}}},
+        lambda said: {**said, "schema": {**said["schema"], "kwargs": {"steer": {"points": "resid"}}}},
+        lambda said: {**said, "limits": None},
+        lambda said: {**said, "limits": {"batch_tokens": "many"}},
+        lambda said: {**said, "fingerprint": [1]},
+        lambda said: {**said, "features": 3},
+        lambda said: {name: value for name, value in said.items() if name != "span"},
+        lambda said: {**said, "span": [0, 3]},  # it came back with other layers
+        lambda said: {**said, "dtype": None},
+        UnsupportedError("no operation 'hello'"),
+        BlockError("hello failed"),
+        RuntimeError("a bug"),
+    ],
+)
+def test_a_hello_that_says_nonsense_is_a_failure(change: Any) -> None:
     swarm = Swarm("llama", (0, 4), (0, 4))
     served = served_by(swarm)[0]
-    error = {"error": {"kind": "caller", "type": "UnsupportedError", "message": "no operation 'hello'"}}
-    served.hello = lambda: said
-    if said == "caller":
-        connection = served.accept
+    said = served.hello()
 
-        def accept(remote: str) -> Any:
-            made = connection(remote)
-            made._hello = lambda request: asyncio.sleep(0, Message(error))
-            return made
+    def hello() -> Any:
+        if isinstance(change, Exception):
+            raise change
+        return change(said)
 
-        swarm.flow.peers.pool.transport._accept[swarm.names[0]] = accept  # type: ignore[attr-defined]
+    served.hello = hello
     assert swarm.flow(random(B, S, D)).shape == (B, S, D)
-    assert list(swarm.flow.peers._bans) == [swarm.names[0]]  # type: ignore[attr-defined]
+    assert repr(swarm.flow) and list(swarm.flow.peers._bans) == [swarm.names[0]]  # type: ignore[attr-defined]
+    with pytest.raises(NoRoute) as caught:
+        swarm.flow.options(peers_blocked=swarm.names[1], timeout=0.3)(random(B, S, D))
+    assert isinstance(caught.value.__cause__, WorkerFailed)
 
 
 def test_a_gap_closes_before_the_deadline() -> None:
@@ -294,6 +344,35 @@ def test_nan_from_both_is_the_answer_and_nobody_is_to_blame() -> None:
         assert not session.replays
     assert (swarm.asked(1), swarm.asked(3)) == (3, 2), "once in a session"
     assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+def test_nan_that_is_only_captured_is_nobodys_fault() -> None:
+    """Later layers of the same worker overwrite it: the output has none, here and elsewhere."""
+    swarm = Swarm("llama", (0, 4), (0, 4), (0, 4))
+    nan = [kf.scale(factor, layers=1) for factor in (1e38, 1e38, 0.0)]
+    with swarm.flow.session(8) as session:
+        acts = kf.Capture(resid=[1])
+        out = session.step(random(B, S, D), edit=[*nan, kf.put(V, layers=2)], capture=acts)
+        assert acts["resid", 1].isnan().all() and not out.isnan().any() and not session.replays
+    assert (swarm.asked(0), swarm.asked(1)) == (1, 1) and not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+def test_a_deadline_is_no_answer_to_whether_nan_is_right() -> None:
+    swarm = Swarm("llama", (0, 4), (0, 4))
+    x, peers, busy = random(B, S, D), swarm.flow.peers, [True]
+    expected, opened = swarm.flow(x), peers.pool.transport.open
+
+    async def slowly(peer: str, **more: Any) -> Any:
+        await asyncio.sleep(60 * (busy[0] and peer == swarm.names[1]))
+        return await opened(peer, **more)
+
+    peers.pool.transport.open = slowly  # type: ignore[method-assign]
+    swarm.answers(0, nonsense(some_nan))
+    with swarm.flow.options(timeout=0.5).session(8) as session:
+        with pytest.raises(kf.errors.DeadlineError):
+            session.step(x)
+        busy[0] = False
+        assert torch.equal(session.step(x), expected)
 
 
 def once(answer: Callable[[Message], Message]) -> Callable[[Message], Message]:
@@ -615,6 +694,47 @@ def test_an_interrupt_blames_nobody_and_the_step_can_be_taken_again() -> None:
     assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))
 
 
+def test_an_interrupted_step_that_does_not_end_is_given_up() -> None:
+    """As one is that waits for a worker which lives and never answers."""
+    swarm = Swarm("llama", (0, 2), (2, 4))
+    x = random(B, S, D)
+    with swarm.flow.session(16) as session:
+        expected = [session.step(x), session.step(x)]
+    flow = swarm.flow.options(timeout=0.5, push=False)
+    with flow.session(16) as session:
+        session.step(x)
+        connection: Any = session._stages.stages[1].channel._connection  # type: ignore[union-attr]
+        handle, left = connection.handle, [True]
+
+        async def hanging(request: Message) -> Message:
+            return await (asyncio.Event().wait() if left and left.pop() else handle(request))  # type: ignore[return-value]
+
+        connection.handle = hanging
+        step = Step(S, x, Bound(0, LAYERS))
+        session._running = link.submit(
+            session._stages.step(step, flow.options(timeout=60))
+        )  # an interrupt leaves it so
+        with pytest.raises(kf.errors.DeadlineError, match="the step that was interrupted"):
+            session.step(x)
+        assert torch.equal(session.step(x), expected[1])
+        assert not session.replays and not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+def test_a_worker_without_room_for_a_kwarg_goes_on_without_it() -> None:
+    swarm = Swarm("llama", (0, 4), kv_bytes=24_000)
+    with swarm.flow.session(8) as session:
+        expected = [session.step(random(B, S, D)), session.step(random(B, 1, D))]
+    tiny.settle(swarm.flow, [0])
+    with swarm.flow.session(8) as session:
+        session.step(random(B, S, D))
+        with pytest.raises(WorkerFull, match="no room for a step's kwargs"):
+            session.step(random(B, 1, D), prompts=random(LAYERS, 1, 40, D))
+        failed, blamed = swarm.flow.peers.failed, list[WorkerFailed]()
+        swarm.flow.peers.failed = lambda error: (blamed.append(error), failed(error))[1]  # type: ignore[method-assign]
+        assert torch.equal(session.step(random(B, 1, D)), expected[1])
+        assert not blamed and not session.replays
+
+
 def test_what_a_session_keeps_is_its_own() -> None:
     """A caller may change his tensors in place between steps."""
     outs = []
@@ -753,7 +873,7 @@ def test_what_is_lost_between_workers_goes_through_the_client(caplog: pytest.Log
     with swarm.flow.session(16) as session:
         for want in expected:
             assert torch.equal(session.step(x), want)
-        assert session._stages.push_lost and not session.replays
+        assert session._stages.carried == {swarm.names[0]} and not session.replays
     assert "cannot hand steps on" in caplog.text
 
 
@@ -793,7 +913,7 @@ def test_one_worker_in_two_places_hands_on_to_itself() -> None:
         swarm.hidden |= {2}
         got += [session.step(x) for _ in range(3)]
         assert [told.by[0][0] for told in session.replays] == [swarm.names[3]] * 2
-        assert not session._stages.push_lost
+        assert not session._stages.carried
     assert all(torch.equal(mine, want) for mine, want in zip(got, expected, strict=True))
 
 
@@ -854,12 +974,14 @@ def test_what_a_worker_hands_on_wrongly_is_asked_of_it_twice(
 
     served_by(swarm)[0].neighbours = odd
     with swarm.flow.session(32) as session:
-        asked = list[int]()
+        asked, handed = list[int](), list[int]()
         for want in expected:
-            before = swarm.asked(1)
+            before, pushes = swarm.asked(1), pushed(swarm)
             assert torch.equal(session.step(x), want)
             asked.append(swarm.asked(1) - before)
+            handed.append(pushed(swarm) - pushes)
         assert asked == [1, 2, 2, 1, 1, 1] and not session.replays
+        assert session._stages.carried == {swarm.names[0]} and handed[-3:] == [2, 2, 2], "the other one hands on"
     (said,) = [record.getMessage() for record in caplog.records if "hands steps on wrongly" in record.getMessage()]
     assert swarm.names[0][-8:] in said and why in said
     assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
@@ -876,7 +998,7 @@ def test_a_worker_that_dies_handed_nothing_on_wrongly() -> None:
             session.step(random(B, 1, D))
         session.step(random(B, 1, D), steer={0: torch.full((D,), 1e38)})
         session.step(random(B, 1, D), edit=kf.scale(1e38, layers=1))
-        assert len(session.replays) == 3 and not session._stages.push_lost and not session._stages._strays
+        assert len(session.replays) == 3 and not session._stages.carried and not session._stages._strays
 
 
 def test_a_worker_that_was_replaced_is_let_go_of() -> None:

@@ -9,6 +9,8 @@ import torch
 
 from kwflow import __version__
 from kwflow.blocks import SpanSpec
+from kwflow.errors import KwargError
+from kwflow.schema import Schema
 from kwflow.wire import PROTOCOL
 
 FEATURES = ("hello", "run", "vjp", "jvp", "vmap", "nested", "float64", "step", "reorder", "rollback", "sent once")
@@ -30,6 +32,22 @@ def hello(spec: SpanSpec, model: str, limits: Mapping[str, int], threads: int) -
         "fingerprint": fingerprint(spec, threads),
         "layers": spec.identity.get("layers", []),
     }
+
+
+def read(said: Any) -> dict[str, Any]:
+    """What a peer said of itself, its schema as one; what an older version does not say is filled in.
+
+    Raises KwargError, and what else nonsense makes Python raise.
+    """
+    older = {"features": [], "limits": {}, "fingerprint": {}, "quantization": "", "device": "cpu", "layers": []}
+    hello = {**older, **said, "schema": Schema.from_json(said["schema"])}
+    for name, value in {**older, "span": [], "dtype": ""}.items():
+        if type(hello[name]) is not type(value):
+            raise KwargError(f"{name} is {hello[name]!r:.40}")
+    span, limit = hello["span"], hello["limits"].get("batch_tokens", 0)
+    if [*map(type, [*span, limit])] != [int] * 3 or not 0 <= span[0] < span[1]:
+        raise KwargError(f"span is {span!r:.40}, batch_tokens {limit!r:.40}")
+    return hello
 
 
 def fingerprint(spec: SpanSpec, threads: int) -> dict[str, Any]:

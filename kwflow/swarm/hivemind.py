@@ -301,14 +301,15 @@ async def _dial(control: str, peer: str, addrs: Sequence[Multiaddr]) -> None:
     NOTE [lookup] when a dial is refused, p2pd asks its own DHT for other addresses before it says so: 2 ms, but 5 s and
     more where one of those that it asks is stopped (measured). A worker that has moved is in the directory anyway.
     """
+    dialling = asyncio.create_task(_connect(control, peer, addrs))
     try:
-        async with asyncio.timeout(LOOK_SECONDS):
-            return await _connect(control, peer, addrs)
-    except TimeoutError:
-        looks = await asyncio.gather(*(_refused(addr) for addr in addrs))
-        if all(looks):
-            raise ConnectionRefusedError("connection refused") from None
-    await _connect(control, peer, addrs)
+        await asyncio.wait({dialling}, timeout=LOOK_SECONDS)
+        if not dialling.done() and all(await asyncio.gather(*(_refused(addr) for addr in addrs))):
+            raise ConnectionRefusedError("connection refused")
+        await dialling
+    finally:
+        dialling.cancel()
+        await asyncio.gather(dialling, return_exceptions=True)
 
 
 async def _refused(addr: Multiaddr) -> bool:

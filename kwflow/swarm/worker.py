@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kwflow import __version__
-from kwflow.blocks import SpanSpec, out_of_memory, precision, run, upcast
+from kwflow.blocks import SpanSpec, of_the_machine, precision, run, upcast
 from kwflow.bound import Bound
 from kwflow.derive import evaluate
 from kwflow.errors import (
@@ -211,8 +211,8 @@ class ClientConnection:
                 try:
                     moved = [tensor.to(spec.device) for tensor in tensors]
                     return [_home(result) for result in evaluate(fn, operations, moved)]
-                except (TypeError, ValueError, RuntimeError, IndexError) as error:
-                    if isinstance(error, KwflowError) or out_of_memory(error):
+                except Exception as error:
+                    if isinstance(error, KwflowError) or of_the_machine(error):
                         raise
                     # what torch cannot derive here, it cannot on another worker
                     said = f"deriving layers {start}:{stop} ({operations}) raised {type(error).__name__}: {error}"
