@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import signal
@@ -59,6 +60,20 @@ def swarm() -> Iterator[LocalSwarm]:
     for pid in pids:
         until(lambda pid=pid: not living(group=pid))
         assert not sockets(pid)
+
+
+def test_the_bar_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shown:
+        n = 0
+
+        def update(self, more: int) -> None:
+            self.n += more
+
+    shown = Shown()
+    monkeypatch.setattr("kwflow.swarm.local.bar", lambda *_, **__: contextlib.nullcontext(shown))
+    with make() as swarm:
+        swarm.start([(0, 2), (2, 4)])
+    assert shown.n == 2, "a notebook keeps a bar that fell short"
 
 
 def test_workers_start_together_and_know_each_other(swarm: LocalSwarm) -> None:

@@ -119,7 +119,6 @@ class LocalSwarm:
         while waiting:
             left = max(0.0, deadline - time.monotonic())
             select.select([worker.child for worker in waiting], [], [], min(left, LOOK_SECONDS))
-            shown.update(len(new) - len(waiting) - shown.n)
             for worker in tuple(waiting):
                 try:
                     report = worker.child.report()
@@ -133,6 +132,7 @@ class LocalSwarm:
                     told = new
                     for other in new[1:]:
                         other.child.send(json.dumps(worker.addrs).encode(), deadline)
+            shown.update(len(new) - len(waiting) - shown.n)  # to its end: a notebook keeps one that fell short, in red
             if waiting and time.monotonic() > deadline:
                 raise WorkerFailed(
                     f"{waiting[0]!r} was not ready in {self._timeout:g} s\n{waiting[0].child.last_words()}",
