@@ -54,7 +54,9 @@ def test_what_it_came_from_is_left_out() -> None:
         except errors.WorkerFailed as error:
             raise errors.NoRoute("no route; tried: refused") from error
     lines = shown(raised)
-    assert lines[-1] == "NoRoute: no route; tried: refused" and not any(line.startswith("WorkerFailed") for line in lines)
+    assert lines[-1] == "NoRoute: no route; tried: refused" and not any(
+        line.startswith("WorkerFailed") for line in lines
+    )
     assert isinstance(raised.value.__cause__, errors.WorkerFailed)
 
 

@@ -68,11 +68,11 @@ class SwarmView:
         self._closed, self._turn = threading.Event(), threading.Lock()
         self._bars = list[pages.Bar]()
         self._adding: threading.Thread | None = None
-        short, own = widgets.Layout(width="9em"), {"description_width": "4em"}
+        short, own = widgets.Layout(width="10em", flex="0 0 auto"), {"description_width": "5em"}
         limits = {"min": 0, "max": self._layers, "layout": short, "style": own}
         self.start = widgets.BoundedIntText(0, description="layers", **limits)
         self.stop = widgets.BoundedIntText(self._layers, description="to before", **limits)
-        self.add = widgets.Button(description="add a worker", layout=widgets.Layout(width="8em"))
+        self.add = widgets.Button(description="add a worker", layout=widgets.Layout(width="9em", flex="0 0 auto"))
         self.add.on_click(self._add)
         self.status = widgets.HTML(said("buttons act at once, in JupyterLab also while a cell runs"))
         self.lines, self.workers = widgets.HTML(), widgets.VBox(layout=widgets.Layout(width="100%"))
