@@ -28,6 +28,7 @@ from kwflow.errors import AxesError, KwargError, UnknownKwarg, did_you_mean
 Projections = Mapping[str, tuple[int, int]]  # by dotted name in the layer: features in and out
 Adapter = Mapping[str, Any]  # of one projection: "lora": {A, B, scale[, rows]}, "ia3": Axed or {scale, rows}
 
+_READ = "kf.adapters.read(folder)"
 LORA = ("A", "B", "scale", "rows")
 IA3 = ("scale", "rows")
 
@@ -43,7 +44,10 @@ def check(
     ``own_layer``: it is one layer's part. Raises KwargError, UnknownKwarg, AxesError or ShapeError.
     """
     if not isinstance(given, Mapping):
-        raise KwargError(f"{what} is a {type(given).__name__}; it takes {{projection: …}} with {_names(projections)}")
+        how = f"it takes {{projection: …}} with {_names(projections)}; of PEFT's folder, flow(**x, **{_READ})"
+        raise KwargError(f"{what} is a {type(given).__name__}; {how}")
+    if kwargs := {"lora", "ia3"} & given.keys() - projections.keys():
+        raise KwargError(f"{what} is {{{kwargs.pop()!r}: …}}: that is kwargs already, so flow(**x, **adapter)")
     bound: dict[str, Any] = {}
     for asked, value in given.items():
         if value is None:

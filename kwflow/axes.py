@@ -58,6 +58,20 @@ def describe(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{tuple(tensor.shape)}"
 
 
+def not_dense(tensor: Tensor) -> str:
+    """What a tensor is that is not dense, ``nested``, ``meta`` or ``sparse``; an empty string for a dense one."""
+    if tensor.is_nested:
+        return "nested"
+    return "meta" if tensor.is_meta else "" if tensor.layout is torch.strided else "sparse"
+
+
+def check_dense(tensor: Tensor, what: str) -> None:
+    """Raise KwargError for a tensor that cannot be cut and sent."""
+    if kind := not_dense(tensor):
+        also = "; give one padded tensor and attention_mask=" if kind == "nested" else ""
+        raise KwargError(f"{what} is a {kind} tensor of {tensor.dtype}; dense ones can be sent{also}")
+
+
 @functools.lru_cache(1024)
 def parse(text: str, *, optional: bool = False) -> Names:
     """Parse ``"batch hidden"``; with ``optional`` the names may stand in brackets, which are kept.

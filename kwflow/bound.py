@@ -271,7 +271,7 @@ def _equal(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
         a.dtype == b.dtype
         and a.shape == b.shape
         and a.device == b.device
-        and torch.equal(*(t.detach().view(_BITS[t.itemsize]) for t in (a, b)))
+        and torch.equal(*(t.detach().resolve_neg().view(_BITS[t.itemsize]) for t in (a, b)))
         for a, b in zip(mine, theirs, strict=True)
     )
 

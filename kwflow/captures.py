@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kwflow.axes import Axed, check_sizes
 from kwflow.edits import POINTS as EDITED
-from kwflow.edits import numbers
-from kwflow.errors import KwargError, SessionError, SpanError, did_you_mean
+from kwflow.edits import no_point, numbers
+from kwflow.errors import KwargError, SessionError, SpanError
 from kwflow.notebook import pages
 from kwflow.patterns import PATTERN
 from kwflow.positions import Columns, is_mask, select
@@ -66,13 +66,12 @@ class Capture:
             raise KwargError("kf.Capture: say what: kf.Capture(resid=[3, 8], attn=[3])")
         for point in wanted:
             if point not in POINTS:
-                hint = did_you_mean(point, POINTS)
-                raise KwargError(f"kf.Capture: no point {point!r}; points are {', '.join(POINTS)}.{hint}")
+                raise no_point("kf.Capture", point, POINTS)
         layers = {point: numbers(given, "layers", "kf.Capture") for point, given in wanted.items()}
         if layers.get("embed", (0,)) != (0,):
             raise SpanError("kf.Capture: the point 'embed' is the input of layer 0: embed=[0]")
         self.at, self.mean = at, mean
-        self.keys: tuple[Key, ...] = tuple(
+        self._keys: tuple[Key, ...] = tuple(
             (point, layer) for layer in sorted({n for own in layers.values() for n in own})
             for point in layers if layer in layers[point]
         )  # fmt: skip
@@ -107,7 +106,7 @@ class Capture:
     def _layers(self) -> dict[str, list[int]]:
         """By point."""
         layers: dict[str, list[int]] = {}
-        for point, layer in self.keys:
+        for point, layer in self._keys:
             layers.setdefault(point, []).append(layer)
         return layers
 
@@ -117,17 +116,21 @@ class Capture:
         return sum(step.nbytes for _, _, values in self._taken for step in values.values())
 
     def __iter__(self) -> Iterator[Key]:
-        return iter(self.keys)
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self._keys)
+
+    def keys(self) -> tuple[Key, ...]:
+        """Each (point, layer), by layers: with it ``dict(acts)`` is a dict of tensors."""
+        return self._keys
 
     def __getitem__(self, key: Key) -> Tensor:
         """(batch, pos, hidden) of one point and layer."""
         if isinstance(key, tuple) and len(key) == 2 and (layer := as_int(key[1])) is not None:
             key = (key[0], layer)
-        if key not in self.keys:
-            raise KeyError(f"{key!r} was not captured; {list(self.keys)} were")
+        if key not in self._keys:
+            raise KeyError(f"{key!r} was not captured; acts[point, layer] has {', '.join(map(str, self._keys))}")
         order, _ = self._order()
         steps = [taken[key] for _, _, taken in self._taken]
         widest = max(step.shape[-1] for step in steps)  # a pattern's keys grow from step to step
@@ -171,7 +174,7 @@ class Capture:
             number = column = torch.where((number >= 0).any(1, keepdim=True), 0, -1)
         rows = batch // len(number) if len(number) > 1 else batch
         spread = [t.repeat_interleave(rows, 0) for t in (number, column)]
-        self._taken.append((spread[0], spread[1], dict(zip(self.keys, values, strict=True))))
+        self._taken.append((spread[0], spread[1], dict(zip(self._keys, values, strict=True))))
 
     @property
     def empty(self) -> bool:

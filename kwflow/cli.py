@@ -153,3 +153,7 @@ def import_function(where: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise KwargError(f"--block-fn {where!r} cannot be imported: {error}") from error
+
+
+if __name__ == "__main__":  # as `python -m kwflow`; else it would do nothing, and say so by nothing
+    main()

@@ -28,6 +28,11 @@ from kwflow.tree import as_int
 POINTS = ("embed", "resid_pre", "attn", "mlp", "head", "resid")
 _MOST = 1 << 16  # layers or heads of one edit
 KINDS = ("add", "put", "scale", "project_out")
+# what TransformerLens calls the points, behind its "hook_"; after attention and before the MLP there is none
+_ELSEWHERE = {
+    **{"resid_post": "resid", "resid_mid": "", "attn_out": "attn", "mlp_out": "mlp", "z": "head"},
+    **{"hidden_states": "resid", "hidden": "resid", "attention": "attn"},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +83,7 @@ def project_out(
 def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any, heads: Any) -> Edit:
     what = f"kf.{kind}"
     if point not in POINTS:
-        raise KwargError(f"{what}: no point {point!r}; points are {', '.join(POINTS)}.{did_you_mean(point, POINTS)}")
+        raise no_point(what, point, POINTS)
     if point == "embed" and layers is None and not isinstance(value, Mapping):
         layers = 0
     if heads is not None and point != "head":
@@ -94,6 +99,14 @@ def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any
     if point == "embed" and any(own != (0,) for own in values):
         raise SpanError(f"{what}: the point 'embed' is the input of layer 0, got layers={layers!r:.60}")
     return Edit(kind, values, point, at, strength, None if heads is None else numbers(heads, "heads", what))
+
+
+def no_point(what: str, point: Any, points: Sequence[str]) -> KwargError:
+    """The error that says which points there are, and which of them has this name elsewhere."""
+    name = str(point).rpartition("hook_")[2]
+    ours = _ELSEWHERE.get(name)
+    hint = did_you_mean(name, points) if ours is None else ours and f" Did you mean {ours!r}?"
+    return KwargError(f"{what}: no point {point!r}; points are {', '.join(points)}.{hint}")
 
 
 def numbers(given: Any, name: str, what: str) -> tuple[int, ...]:
@@ -125,7 +138,8 @@ def lower(given: Any, span: tuple[int, int], columns: Columns) -> list[tuple[tup
         what = f"edit[{number}]"
         if not isinstance(edit, Edit):
             raise KwargError(
-                f"{what} is a {type(edit).__name__}; make edits with kf.add, kf.put, kf.scale, kf.project_out"
+                f"{what} is a {type(edit).__name__}; make edits with kf.add, kf.put, kf.scale, kf.project_out, or with "
+                "v.edits() of vectors, a list that joins others: edit=[*v.edits(), kf.scale(0.0, 3)]"
             )
         index = select(edit.at, columns, what=f"{what}, kf.{edit.kind}")
         for layers, value in edit.values.items():

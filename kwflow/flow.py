@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 
 from kwflow import link
 from kwflow.ask import Asker, Options, wait
-from kwflow.axes import Axed, describe
+from kwflow.axes import Axed, check_dense, describe
 from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
@@ -121,6 +121,7 @@ class Flow:
 
     # ---- calls
 
+    @torch.compiler.disable(reason="the layers run on workers")
     def __call__(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """Run the layers on ``hidden`` (batch, seq, hidden) with kwargs; returns the residual before the final norm.
 
@@ -130,6 +131,7 @@ class Flow:
         _no_capture(kwargs)
         return self._outputs(hidden, kwargs)[0]
 
+    @torch.compiler.disable(reason="the layers run on workers")
     def capture(
         self, points: Mapping[str, Any], hidden: Tensor, *, at: Any = "all", mean: bool = False, **kwargs: Any
     ) -> tuple[Tensor, Capture]:
@@ -339,6 +341,7 @@ def check_hidden(hidden: Any, width: int) -> None:
     if not isinstance(hidden, Tensor):
         how = "flow(**x)" if isinstance(hidden, Mapping) else f"a tensor (batch, seq, {width}), as flow.inputs makes"
         raise KwargError(f"hidden is a {type(hidden).__name__}; give {how}")
+    check_dense(hidden, "hidden")
     if not hidden.is_floating_point():
         raise KwargError(f"hidden is {describe(hidden)}; blocks take floating point (token ids go through flow.inputs)")
     if hidden.dim() != 3 or hidden.shape[2] != width:

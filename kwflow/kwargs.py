@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kwflow import adapt, captures, edits, prefix
 from kwflow import tree as trees
-from kwflow.axes import Axed, bind, check_sizes, describe, expansions, without_layer
+from kwflow.axes import Axed, bind, check_dense, check_sizes, describe, expansions, without_layer
 from kwflow.bound import Bound, Layers, Span, name_in
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg, did_you_mean
 from kwflow.positions import Columns
@@ -24,6 +24,15 @@ from kwflow.schema import SCALARS, Schema, Spec
 from kwflow.tree import as_int
 
 _AT_POINTS: dict[str, Any] = {"edit": edits, "capture": captures}  # what looks positions up, and checks entries
+_CAPTURE = "out, acts = flow.capture({'resid': [3]}, **x) brings back what layers give"
+_KEPT = "flow.session(max_length=) keeps keys and values"
+_ELSEWHERE = {  # what is asked for in other places than a call's kwargs, and where
+    **dict.fromkeys(("adapter", "adapters", "peft"), "kf.adapters.read(folder) is kwargs: flow(**x, **adapter)"),
+    **{"output_hidden_states": _CAPTURE, "output_attentions": _CAPTURE.replace("resid", "pattern")},
+    **{"past_key_values": _KEPT, "use_cache": _KEPT},
+    **{"input_ids": "flow.inputs embeds token ids: flow(**flow.inputs(ids))"},
+    **{name: f"flow.options({name}=…) is a flow that runs so" for name in ("timeout", "peers_blocked", "batch_tokens")},
+}
 
 
 @dataclass(frozen=True)
@@ -198,9 +207,8 @@ def _refuse_unknown(name: str, schemas: Sequence[tuple[Span, Schema]], span: Spa
     for _, schema in schemas:
         if name in schema.refused:
             raise KwargError(f"{name} is not taken by layers {_layers([span])}: {schema.refused[name]}")
-    raise UnknownKwarg(
-        f"flow got {name!r}; layers {_layers([span])} take {', '.join(sorted(taken))}.{did_you_mean(name, taken)}"
-    )
+    hint = f" {_ELSEWHERE[name]}" if name in _ELSEWHERE else did_you_mean(name, taken)
+    raise UnknownKwarg(f"flow got {name!r}; layers {_layers([span])} take {', '.join(sorted(taken))}.{hint}")
 
 
 def _need(name: str, schemas: Sequence[tuple[Span, Schema]], addressed: Span, span: Span) -> None:
@@ -272,6 +280,7 @@ def _bind_value(name: str, value: Any, place: Place) -> Any:
     free: dict[str, int] = {}
 
     def leaf(tensor: Tensor | Axed) -> Axed:
+        check_dense(tensor.tensor if isinstance(tensor, Axed) else tensor, what)
         hint = "give {layer: tensor}, or " if spec.by_layer and not own_layer else ""
         bound = bind(tensor, list(forms), what=what, bare=spec.bare or (own_layer and spec.by_layer), hint=hint)
         if own_layer and "layer" in bound.axes:
@@ -296,6 +305,8 @@ def _bind_value(name: str, value: Any, place: Place) -> Any:
     got, takes = type(value).__name__, replace(spec, forms=tuple(forms.items())).says()
     if isinstance(value, bool | int | float | str):
         got += f" {value!r:.80}"
+    elif hasattr(value, "edits"):  # kf.steering's Vectors
+        got += "; edit=v.edits() adds vectors at their layers"
     elif isinstance(value, Mapping):
         got += (
             ": it is one layer's own, without {layer: …}"

@@ -85,6 +85,7 @@ class Session:
         prompt = {None: None, "prompt": self.position + hidden.shape[1], "generated": self._prompt_columns}[phase]
         return self._step(hidden, kwargs, repeats=1, prompt=prompt, prompt_length=prompt_length)
 
+    @torch.compiler.disable(reason="the layers run on workers")
     def _step(
         self,
         hidden: Tensor,

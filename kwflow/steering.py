@@ -3,7 +3,7 @@
     love = kf.steering.contrast(flow, ["I love you"], ["I hate you"], layers=[12])      # one vector for each layer
     v = love.normalized() * 20
     flow(**x, edit=v.edits())                                  # added; also in sessions and in model.generate
-    flow(**x, edit=v.ablate(at="generated"))                   # its direction projected out
+    flow(**x, edit=v.ablate(at="prompt[-1]"))                  # its direction projected out
     v.save("love.gguf")                                        # which repeng and llama.cpp read
     with v.as_hooks(local_model): ...                          # the same on a plain Hugging Face model
 

@@ -137,7 +137,9 @@ class _Run:
     def of(cls, flow: Flow, x: Mapping[str, Any], label: Any, kwargs: Any) -> _Run:
         with _about(label):
             if not isinstance(kwargs, Mapping):
-                raise KwargError(f"a {type(kwargs).__name__}; give a call's kwargs, such as {{'steer': {{12: v}}}}")
+                raise KwargError(
+                    f"a {type(kwargs).__name__}; give a call's kwargs, such as {{'edit': [kf.add(v, 12)]}}"
+                )
             if both := sorted(kwargs.keys() & x.keys()):
                 raise KwargError(f"{both[0]!r} is in x too; x has what holds for all variants")
             if "capture" in (x.keys() | kwargs.keys()):
@@ -243,7 +245,13 @@ def _named(variants: Any) -> list[tuple[Any, Any]]:
 
 
 def _stack(results: Sequence[Any], labels: Sequence[Any]) -> Tensor:
-    tensors = [torch.as_tensor(result) for result in results]
+    try:
+        tensors = [torch.as_tensor(result) for result in results]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise KwargError(
+            f"reduce gave a {type(results[0]).__name__}, which is no tensor and no number ({error}); variants as "
+            "{label: kwargs} come back as reduce gives them"
+        ) from error
     for label, tensor in zip(labels, tensors, strict=True):
         if tensor.shape != tensors[0].shape:
             raise ShapeError(

@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 
 from kwflow.axes import describe
 from kwflow.bound import is_wrapped
-from kwflow.edits import POINTS, Edit, add, numbers, project_out
-from kwflow.errors import KwargError, ShapeError, SpanError, did_you_mean
+from kwflow.edits import POINTS, Edit, add, no_point, numbers, project_out
+from kwflow.errors import KwargError, ShapeError, SpanError
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,8 +43,7 @@ class Vectors:
     def __post_init__(self) -> None:
         what = "kf.steering.Vectors"
         if self.point not in POINTS:
-            hint = did_you_mean(self.point, POINTS)
-            raise KwargError(f"{what}: no point {self.point!r}; points are {', '.join(POINTS)}.{hint}")
+            raise no_point(what, self.point, POINTS)
         if not isinstance(self.by_layer, Mapping) or not self.by_layer:
             raise KwargError(f"{what} takes {{layer: tensor}} with at least one layer, got {self.by_layer!r:.60}")
         layers = numbers(list(self.by_layer), "layers", what)
@@ -182,7 +181,10 @@ class Vectors:
     # ---- use
 
     def edits(self, scale: Any = 1.0, *, at: Any = "all", layers: Any = None) -> list[Edit]:
-        """What adds ``scale`` times each vector at its layer: ``flow(**x, edit=v.edits(2.0, at="generated"))``.
+        """What adds ``scale`` times each vector at its layer, so at every layer that ``v`` has.
+
+            flow(**x, edit=v[12:13].edits(2.0))                                  # one layer's alone
+            model.generate(**inputs, edit=v.edits(2.0, at="generated", layers=[12]))     # in a plain call all is prompt
 
         ``scale``: as kf.add's: a number, a tensor (), or (batch,) for each row its own; ``layers``: some of them.
         The lists of several vectors are joined: ``edit=[*v.edits(), *w.ablate()]``. A vector of zeros from which

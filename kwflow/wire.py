@@ -29,6 +29,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from kwflow.axes import not_dense
 from kwflow.errors import BudgetError, CallerError, KwargError, ProtocolError
 from kwflow.tree import DEPTH, Skeleton, Tree, flatten, from_json, paths, to_json, unflatten
 
@@ -133,16 +134,26 @@ def loads(data: bytes | bytearray | memoryview, limits: Limits = LIMITS) -> Mess
         raise ProtocolError(f"a message whose tree and tensors do not fit: {error}") from error
 
 
+def _in_memory(tensor: Tensor) -> bool:
+    """Whether there are numbers to read: a traced call's tensors have none."""
+    try:
+        return tensor.untyped_storage().device.type != "meta"
+    except (RuntimeError, NotImplementedError):  # it has none
+        return False
+
+
 def _check_sendable(tensors: list[Tensor], tree: Tree, limits: Limits) -> None:
     if len(tensors) > limits.tensors:
         raise BudgetError(f"a message of {len(tensors)} tensors, over the limit of {limits.tensors}")
     for index, t in enumerate(tensors):
-        dense = t.layout is torch.strided and not t.is_nested and not t.is_meta
-        if t.dtype not in _SPEC_DTYPES or not dense:
+        kind = not_dense(t)
+        if kind or t.dtype not in _SPEC_DTYPES:
             raise KwargError(
-                f"{paths(tree)[index]} is a {'' if dense else 'sparse, nested or meta '}tensor of {t.dtype}; "
+                f"{paths(tree)[index]} is a {f'{kind} ' * bool(kind)}tensor of {t.dtype}; "
                 f"dense {', '.join(_SPEC_DTYPES.values())} can be sent"
             )
+        if not _in_memory(t):
+            raise KwargError(f"{paths(tree)[index]} is a fake tensor: a trace, such as torch.export's, has no values")
         if t.ndim > limits.rank or _extent(t.shape, t.dtype) > limits.message_bytes:
             raise BudgetError(
                 f"{paths(tree)[index]} of shape {tuple(t.shape)} is over the limits of a message: "

@@ -280,6 +280,10 @@ def test_a_projection_must_be_that_of_every_worker_addressed() -> None:
     lora = lora_of("llama")
     with pytest.raises(UnknownKwarg, match="no projection 'q_proj'"):
         bind_kwargs(workers, (0, L), {"lora": lora}, sizes)
+    with pytest.raises(KwargError, match=r"'lora': …}: that is kwargs already, so flow\(\*\*x, \*\*adapter\)"):
+        bind_kwargs(workers, (0, L), {"lora": {"lora": lora}}, sizes)  # as kf.adapters gives it
+    with pytest.raises(KwargError, match=r"lora is a str.*kf.adapters.read\(folder\)"):
+        bind_kwargs(workers, (0, L), {"lora": "folder"}, sizes)
     one = {"q_proj": {key: lora["q_proj"][key][0] for key in "AB"}}
     bound = bind_kwargs(workers, (0, L), kf.per_layer({1: {"lora": one}}), sizes)
     assert list(bound.for_layer(1)["lora"]) == ["self_attn.q_proj"] and bound.for_layer(2) == {}

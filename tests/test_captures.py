@@ -316,6 +316,11 @@ def test_what_is_wrong_is_refused() -> None:
     remote, hidden = flow("llama", TWO), random(2, 3, D)
     with pytest.raises(KwargError, match="Did you mean 'resid'"):
         kf.Capture(residual=[1])
+    for theirs, ours in {"resid_post": "resid", "blocks.1.hook_attn_out": "attn", "hook_z": "head"}.items():
+        with pytest.raises(KwargError, match=f"no point '{theirs}'.*Did you mean '{ours}'"):
+            kf.Capture({theirs: [1]})
+    with pytest.raises(KwargError, match=r"pattern\.$"):  # nothing here is what it is there
+        kf.Capture(resid_mid=[1])
     with pytest.raises(KwargError, match="say what"):
         kf.Capture()
     with pytest.raises(SpanError, match="layer 0"):
@@ -331,8 +336,11 @@ def test_what_is_wrong_is_refused() -> None:
             remote.capture({"resid": [1]}, hidden[:0])
         assert len(requests) == 0
     _, acts = remote.capture({"resid": [1]}, hidden)
+    assert_bits(dict(acts)["resid", 1], acts["resid", 1])
     with pytest.raises(KeyError, match="was not captured"):
         acts["resid", 2]
+    with pytest.raises(KeyError, match=r"acts\[point, layer\] has \('resid', 1\)"):
+        acts["resid"]  # type: ignore[index]
     assert "resid=[1]" in repr(acts) and "(2, 3)" in repr(acts)
     with pytest.raises(SessionError, match="captured nothing"):
         kf.Capture(resid=[1])["resid", 1]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+import kwflow as kf
 from kwflow.errors import ModelError
 from kwflow.models import checkpoint, embedded, gguf
 from kwflow.models.checkpoint import HEAD_BYTES, Checkpoint, layer_count, layer_hash, model_name, model_path
+from tests import tiny
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -245,6 +249,21 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         model_path(tmp_path / "absent")
     with pytest.raises(ModelError, match="no model folder"):
         model_path("")
+    loaded, swarm = SimpleNamespace(save_pretrained=print), SimpleNamespace(peers=[], model="x")
+    for find in (model_path, model_name, kf.local_swarm, kf.connect):
+        with pytest.raises(ModelError, match=r"not a SimpleNamespace; save_pretrained\(folder\) writes one"):
+            find(loaded)
+        with pytest.raises(ModelError, match=r"kf.connect\(swarm.model, peers=swarm.peers\)"):
+            find(swarm)
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
+    made = tiny.folder("llama")
+    shutil.copytree(made, tmp_path / "m", ignore=lambda _, names: {name for name in names if "token" in name})
+    flow = kf.connect(tmp_path / "m")
+    with pytest.raises(ModelError, match=r"no tokenizer.*flow.inputs\(ids\)"):
+        flow.inputs("w1 w2")
+    assert flow(**flow.inputs(torch.tensor([[3, 4]]))).shape[:2] == (1, 2)
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "n_layer", "n_layers", "num_layers"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,11 @@ def test_help_names_the_commands(kwflow: Run) -> None:
     assert status == 0
     for command in ("worker", "swarm", "status", "doctor", "demo"):
         assert command in out
+
+
+def test_the_module_runs_as_the_package_does() -> None:
+    run = subprocess.run([sys.executable, "-m", "kwflow.cli", "--help"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0 and "doctor" in run.stdout
 
 
 def test_an_unknown_command_is_refused(kwflow: Run) -> None:

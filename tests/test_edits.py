@@ -302,7 +302,10 @@ def test_what_is_wrong_is_refused_before_anything_is_sent() -> None:
     four = torch.ones(1, 1, 3, 3).tril().bool()
     refused: list[tuple[Callable[[], Any], type[KwflowError], str]] = [
         (lambda: kf.add(V, 1, point="residual"), KwargError, "Did you mean 'resid'"),
+        (lambda: kf.add(V, 1, point="resid_post"), KwargError, "Did you mean 'resid'"),
         (lambda: kf.add(V), KwargError, "say where"),
+        (lambda: [kf.add(V, 1)], KwargError, "edit=[.v.edits"),  # a list in the list
+        (lambda: kf.steering.Vectors({1: V}), KwargError, "is a Vectors; .*v.edits"),
         (lambda: kf.add({1: V}, 1), KwargError, "not both"),
         (lambda: kf.add(V, 9), SpanError, "layer 9"),
         (lambda: kf.add(V, -1), SpanError, "layer -1"),

@@ -524,6 +524,55 @@ def test_a_process_that_ends_while_a_worker_computes_ends_in_peace() -> None:
 # ---- connecting
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # of dynamo itself
+def test_compiled_code_calls_the_workers_between_its_graphs() -> None:
+    remote, hidden, v = flow("llama", TWO), random(1, 4, HIDDEN), random(HIDDEN).requires_grad_()
+
+    def loss(v: Tensor) -> Tensor:
+        out, acts = remote.capture({"resid": [1]}, hidden=torch.sin(hidden), steer={2: 2 * v})
+        return remote(out, steer={1: v}).square().mean() + acts["resid", 1].sum()
+
+    compiled = torch.compile(loss, backend="eager")
+    assert_bits(compiled(v), loss(v))
+    assert_bits(*(torch.autograd.grad(fn(v), v)[0] for fn in (compiled, loss)))
+    with remote.session(6) as session:
+        step = torch.compile(lambda part: session.step(2 * part).sin(), backend="eager")
+        outs = torch.cat([step(part) for part in hidden.split(1, 1)], 1)
+        session.rollback(0)
+        assert_bits(outs, torch.cat([session.step(2 * part).sin() for part in hidden.split(1, 1)], 1))
+
+
+def test_a_trace_has_no_values_to_send() -> None:
+    class Traced(torch.nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return flow("llama", TWO)(hidden)
+
+    with pytest.raises(KwargError, match="hidden is a fake tensor"):
+        torch.export.export(Traced(), (random(1, 4, HIDDEN),), strict=False)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", ["nested", "jagged", "sparse", "meta", "fake"])
+def test_only_dense_tensors_can_be_sent(kind: str) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    rows = [random(3, HIDDEN)]
+    given = {
+        "nested": lambda: torch.nested.nested_tensor(rows),
+        "jagged": lambda: torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "sparse": lambda: rows[0][None].to_sparse(),
+        "meta": lambda: rows[0][None].to("meta"),
+        "fake": lambda: FakeTensorMode().from_tensor(rows[0][None]),
+    }[kind]()
+    remote, hidden = flow("llama", TWO), random(1, 3, HIDDEN)
+    expected = remote(hidden)
+    kind = "nested" if kind == "jagged" else kind
+    for what, call in (("hidden", lambda: remote(given)), (r"steer", lambda: remote(hidden, steer={1: given}))):
+        with pytest.raises(KwargError, match=f"{what}.* is a {kind} tensor"):
+            call()
+    assert_bits(remote(hidden), expected)
+
+
 def test_connect_without_peers_is_the_same_flow() -> None:
     hidden = random(2, 3, HIDDEN)
     with kf.connect(folder("llama")) as here:

@@ -167,6 +167,22 @@ def test_an_unknown_name_gets_a_hint(given: str, hint: str) -> None:
         bound({given: torch.ones(4)})
 
 
+@pytest.mark.parametrize(
+    ("given", "where"),
+    [
+        ("input_ids", "flow.inputs"),
+        ("output_hidden_states", "flow.capture"),
+        ("output_attentions", "flow.capture.*pattern"),
+        ("past_key_values", "flow.session"),
+        ("adapter", "kf.adapters.read"),
+        ("timeout", r"flow.options\(timeout="),
+    ],
+)
+def test_a_name_from_elsewhere_says_where_it_is_here(given: str, where: str) -> None:
+    with pytest.raises(UnknownKwarg, match=f"flow got '{given}'; layers 10:14 take .*\\. .*{where}"):
+        bound({given: True})
+
+
 def test_a_refused_name_says_why() -> None:
     with pytest.raises(KwargError, match="position_ids is not taken by layers 10:14: this family uses ALiBi"):
         bound({"position_ids": torch.zeros(4, 4).long()}, (SPAN, NO_POSITIONS))
@@ -190,6 +206,7 @@ def test_a_refused_name_says_why() -> None:
             r"steer\[11\] takes a tensor with axes '\[batch\] \[seq\] hidden', got float 1.0",
         ),
         ({"steer": {11: torch.ones(4).numpy()}}, KwargError, "takes a tensor with .*, got ndarray$"),
+        ({"steer": kf.steering.Vectors({11: torch.ones(4)})}, KwargError, r"got Vectors; edit=v.edits\(\)"),
         ({"steer": {11: {11: torch.ones(4)}}}, KwargError, "got dict: it is one layer's own"),
         ({"prompts": {11: torch.ones(4, 2, 4)}}, KwargError, r"got dict; kf.per_layer\({layer: {'prompts': …}}\)"),
         ({"prompts": torch.ones(4, 4)}, ShapeError, "rank 2; it takes 'layer batch prefix hidden'"),

@@ -133,6 +133,10 @@ def test_kill_and_add(swarm: LocalSwarm) -> None:
     until(lambda: not living(group=victim.pid))
     assert not sockets(victim.pid)
     swarm.kill(0)  # again does nothing
+    for act in (swarm.kill, swarm.pause, swarm.resume):
+        for wrong in (2, -3, (0, 2), victim):
+            with pytest.raises(KwargError, match="numbered 0 to 1"):
+                act(wrong)  # type: ignore[arg-type]
     added = swarm.add(0, 3)
     assert added is swarm.workers[2] and added.span == (0, 3) and len(swarm.peers) == 2
     assert ask(swarm, 2, Message({"n": 2})).meta == {"n": 2}

@@ -620,3 +620,21 @@ def test_a_session_in_float64_is_the_call_too() -> None:
     remote, hidden = flow("llama", TWO, torch.float64), random(B, 4, D, dtype=torch.float64)
     with remote.session(4) as session:
         torch.testing.assert_close(session.step(hidden), remote(hidden), atol=1e-13, rtol=1e-11)
+
+
+def test_a_view_of_any_kind_may_stay_the_same_from_step_to_step() -> None:
+    """What is sent once is compared with what is held: negated, strided, expanded and transposed views too."""
+    numbers, hidden = random(D, 2), random(1, 4, D)
+    views = {
+        "negated": torch.view_as_complex(numbers).conj().imag,
+        "strided": numbers[:, 0],
+        "expanded": numbers[0, 0].expand(D),
+        "reversed": numbers.T[1].flip(0),
+    }
+    assert views["negated"].is_neg()
+    for what, view in views.items():
+        outs = []
+        for vector in (view, view.resolve_neg().clone()):
+            with flow("llama", TWO).session(6) as session:
+                outs.append(torch.cat([session.step(part, steer={1: vector}) for part in hidden.split(1, 1)], 1))
+        assert_bits(*outs, what)

@@ -257,6 +257,10 @@ def test_reduce_and_its_results() -> None:
     assert_close(kf.sweep(whole, x, steered, lambda out: float(out.sum()))[1], whole(**x).sum().detach())
     assert kf.sweep(whole, x, {"a": {}}, lambda out: "any thing") == {"a": "any thing"}
     shapes = iter((1, 2))
+    with pytest.raises(KwargError, match=r"reduce gave a tuple.*\{label: kwargs\}"):
+        kf.sweep(whole, x, [{}], lambda out: (out, out.norm()))
+    with pytest.raises(KwargError, match=r"variant 0: a Edit; give a call's kwargs, such as \{'edit'"):
+        kf.sweep(whole, x, [kf.add(V, 1)])
     with pytest.raises(ShapeError, match=r"variant 1: reduce gave \(2,\), and \(1,\) for 0"):
         kf.sweep(whole, x, steered, lambda out: torch.zeros(next(shapes)))
     with pytest.raises(ZeroDivisionError) as error:

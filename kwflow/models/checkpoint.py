@@ -50,7 +50,7 @@ def model_path(model: str | os.PathLike[str]) -> Path:
 
 def find_model(model: str | os.PathLike[str]) -> Path:
     """As ``model_path``, but of a hub repository the weight files come when a Checkpoint reads from them."""
-    name = os.fspath(model)
+    name = as_text(model)
     if name in EMBEDDED:
         return embedded_model(name)
     path = Path(name).expanduser()
@@ -73,13 +73,22 @@ def find_model(model: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def as_text(model: str | os.PathLike[str]) -> str:
+    """A model's name or path as it was given. Raises ModelError for anything else, such as a model that is loaded."""
+    if isinstance(model, str | os.PathLike):
+        return os.fspath(model)
+    how = "; save_pretrained(folder) writes one" if hasattr(model, "save_pretrained") else ""
+    how = "; kf.connect(swarm.model, peers=swarm.peers) takes a swarm apart" if hasattr(model, "peers") else how
+    raise ModelError(f"a model is a folder, a .gguf file, a hub id or a name, not a {type(model).__name__}{how}")
+
+
 def model_name(model: str | os.PathLike[str]) -> str:
     """What a swarm calls a model if nobody says otherwise: the last part of its path or hub id, without the user's.
 
     >>> model_name("HuggingFaceTB/SmolLM2-135M@main"), model_name("/models/tiny.gguf")
     ('SmolLM2-135M', 'tiny')
     """
-    name = os.fspath(model)
+    name = as_text(model)
     path = Path(os.path.normpath(Path(name).expanduser()))
     if snap := hub.snapshot_of(path):
         return snap.repo.rpartition("/")[2]

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,15 @@ class StandIn(nn.Module):
     def __init__(self, tuples: bool):
         super().__init__()
         self.tuples = tuples
+
+    def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """A hook here would see what all layers together give, and nothing inside. Raises UnsupportedError."""
+        raise UnsupportedError(
+            "the layers are on the workers, so hooks do not reach them: edit= and steer= act there, and capture= or "
+            "flow.capture brings back what they give"
+        )
+
+    register_forward_pre_hook = register_full_backward_hook = register_forward_hook
 
     def forward(self, hidden: Tensor, *_: Any, **kwargs: Any) -> Any:
         bridge = _bridge.get(None)
@@ -152,8 +161,14 @@ class ModelEnds:
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
-            with quiet():
-                self._tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            try:
+                with quiet():
+                    self._tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            except (OSError, ValueError, KeyError) as error:
+                raise ModelError(
+                    f"{self.folder} has no tokenizer that transformers reads; tokenizer.save_pretrained(folder) adds "
+                    "one, and flow.inputs(ids) takes token ids (batch, seq)"
+                ) from error
             if self._tokenizer.pad_token is None:
                 self._tokenizer.pad_token = self._tokenizer.eos_token
         return self._tokenizer

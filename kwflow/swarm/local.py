@@ -153,22 +153,22 @@ class LocalSwarm:
 
     def kill(self, index: int) -> None:
         """End a worker and its p2pd at once, as ``kill -9`` does."""
-        self.workers[index].child.end()
+        self._worker(index).child.end()
 
     def pause(self, index: int) -> None:
         """Stop a worker and its p2pd (SIGSTOP): its connections stay open and say nothing."""
-        self.workers[index].child.pause()
+        self._worker(index).child.pause()
 
     def resume(self, index: int) -> None:
         """Let a paused worker go on."""
-        self.workers[index].child.resume()
+        self._worker(index).child.resume()
 
     def tell(self, index: int, what: Mapping[str, Any]) -> dict[str, Any]:
         """Ask a worker for something over its own pipe, and wait until it is done (``kf.faults``).
 
         Raises WorkerFailed when it is dead, paused, or does not answer; what it says when it cannot.
         """
-        worker = self.workers[index]
+        worker = self._worker(index)
         if worker.paused or not worker.alive:
             raise WorkerFailed(f"{worker!r} cannot be told anything now", peer=worker.peer, span=worker.span)
         try:
@@ -177,6 +177,12 @@ class LocalSwarm:
             raise _explain(worker, error) from error
         except TimeoutError as error:
             raise WorkerFailed(f"{worker!r}: {error}", peer=worker.peer, span=worker.span) from error
+
+    def _worker(self, index: int) -> LocalWorker:
+        number, count = as_int(index), len(self.workers)
+        if number is None or not -count <= number < count:
+            raise KwargError(f"no worker {index!r:.60}; swarm.workers are numbered 0 to {count - 1}, dead ones too")
+        return self.workers[number]
 
     def close(self) -> None:
         """End every worker, and close the flows that were connected to them and know no others; again does nothing."""
@@ -222,7 +228,9 @@ def local_swarm(
 
     Raises SpanError, KwargError; what a worker says when it cannot serve, with the end of its log; else WorkerFailed.
     """
-    where = os.fspath(model)
+    from kwflow.models.checkpoint import as_text
+
+    where = as_text(model)
     if threads < 1:
         raise KwargError(f"threads={threads}; give 1 or more")
     command = [sys.executable, "-m", "kwflow", "worker", where, "--threads", str(threads)]
