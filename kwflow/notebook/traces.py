@@ -29,15 +29,16 @@ def lines(error: BaseException) -> list[str]:
     frames = list(_frames(error.__traceback__))
     files = [tb.tb_frame.f_code.co_filename for tb in frames]
     theirs = [number for number, file in enumerate(files) if not file.startswith(LIBRARIES)]
-    called = [number for number, file in enumerate(files) if file.startswith(OWN) and number > max(theirs, default=-1)]
-    end = called[0] + 1 if theirs and called else len(frames)
+    last = theirs[-1] if theirs else len(files)
+    called = [frame for frame, file in zip(frames[last + 1 :], files[last + 1 :], strict=True) if file.startswith(OWN)]
+    frames = [*frames[: last + 1], called[0]] if called else frames
     kept = None
-    for tb in reversed(frames[:end]):
+    for tb in reversed(frames):
         kept = TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
     alone = copy.copy(error)  # without the errors that it came from, of which its message says what matters
     shown = shell.InteractiveTB.structured_traceback(type(error), alone, kept)
-    if below := len(frames) - end:
-        shown.insert(-1, f"[{below} frames inside kwflow left out; %debug has them]\n")
+    if out := len(files) - len(frames):
+        shown.insert(-1, f"[{out} frames left out; %debug has them]\n")
     return shown
 
 
