@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -264,7 +265,7 @@ def run(
     call = Call(prepared, where, None, before)
     for block, own in zip(blocks, params, strict=True):
         who = "block" if block.custom is None else f"block_fn {getattr(block.custom, '__name__', block.custom)!r}"
-        with _explained(who, block.layer, hidden, bound):
+        with _explained(who, block.layer, hidden, bound, block.custom):
             kwargs = bound.for_layer(block.layer)
             mine = prefix.keys_values(kwargs.pop(prefix.NAME, None), hidden)
             cache = None if kv is None and mine is None else StepCache(kv, before, mine)
@@ -282,8 +283,8 @@ def run(
 
 
 @contextmanager
-def _explained(who: str, layer: int, hidden: Tensor, bound: Bound) -> Iterator[None]:
-    """What fails here fails on every worker: a BlockError, with the layer and the shapes."""
+def _explained(who: str, layer: int, hidden: Tensor, bound: Bound, custom: Any = None) -> Iterator[None]:
+    """What fails here fails on every worker: a BlockError, with the layer, the shapes and the function's own line."""
     try:
         yield
     except CallerError:
@@ -292,9 +293,16 @@ def _explained(who: str, layer: int, hidden: Tensor, bound: Bound) -> Iterator[N
         if of_the_machine(error):
             raise
         raise BlockError(
-            f"{who} of layer {layer} raised {type(error).__name__}: {error} "
+            f"{who} of layer {layer} raised {type(error).__name__}{_line(error, custom)}: {error} "
             f"(hidden {tuple(hidden.shape)}; {bound.describe() or 'no kwargs'})"
         ) from error
+
+
+def _line(error: BaseException, custom: Any) -> str:
+    """Where in the caller's own function, whose ``def`` is line 1; its traceback stays with the worker."""
+    code = getattr(custom, "__code__", None)
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    return f" in its line {lines[-1] - code.co_firstlineno + 1}" if code and lines else ""
 
 
 def of_the_machine(error: BaseException) -> bool:

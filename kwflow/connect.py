@@ -29,6 +29,7 @@ from kwflow.errors import (
 from kwflow.flow import Flow
 from kwflow.retry import Hop, Known
 from kwflow.swarm.hello import read as read_hello
+from kwflow.swarm.local import end_with_swarm
 from kwflow.swarm.routing import Serves, covers, plan
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message
@@ -288,8 +289,8 @@ def connect(
     blocks in this process; workers have their own, and answer in the caller's. ``quantize`` (int8 or nf4), ``device``
     and ``block_fn``: in this process only. ``name``: what the swarm calls the model (``kwflow worker --name``), if not
     the last part of its path or id; of workers with that name, those with this client's weights are used.
-    ``timeout``: seconds to join the swarm. Raises ModelError, KwargError, NoRoute, WorkerFailed,
-    DeadlineError.
+    ``timeout``: seconds to join the swarm. A flow of a ``kf.local_swarm`` is closed with it. Raises ModelError,
+    KwargError, NoRoute, WorkerFailed, DeadlineError.
     """
     if peers is not None:
         for option, value in {"quantize": quantize, "device": device, "block_fn": block_fn}.items():
@@ -314,6 +315,7 @@ def connect(
             raise KwargError("peers=[] names nobody; give addresses of the swarm, or None for blocks here")
         checkpoint = Checkpoint(ends.folder).checkpoint_id()
         known = link.run(_join(swarm_name(model, name), ends.layers, peers, checkpoint, timeout), timeout + 5.0)
+        end_with_swarm(known, peers)
     return Flow(ends, known, (0, ends.layers))
 
 

@@ -1,7 +1,8 @@
 """Every error that kwflow raises, in three kinds: the caller's, the worker's, the swarm's.
 
 The kind decides what happens next: a caller's error is raised at once and nobody is blamed; a worker's is tried
-elsewhere; the swarm's says that no worker is left. Errors cross the wire by name. Imports nothing of kwflow.
+elsewhere; the swarm's says that no worker is left. Errors cross the wire by name. Imports nothing of kwflow, but how a
+notebook shows one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,12 @@ class KwflowError(Exception):
     """The root of kwflow's errors."""
 
     kind: ClassVar[str] = "worker"
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows, which asks for it."""
+        from kwflow.notebook import traces
+
+        return traces.lines(self)
 
 
 class CallerError(KwflowError):

@@ -38,7 +38,7 @@ class Estimate:
     bytes_received: tuple[int, ...]
 
     def __str__(self) -> str:
-        lines = [f"{len(self.hops)} workers, {self.sub_batches} sub-batches"]
+        lines = [f"workers: {len(self.hops)}, sub-batches: {self.sub_batches}"]
         for span, sent, received in zip(self.hops, self.bytes_sent, self.bytes_received, strict=True):
             lines.append(f"  layers {span[0]}:{span[1]}  {sent:,} bytes there, {received:,} back")
         return "\n".join(lines)

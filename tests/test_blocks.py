@@ -285,7 +285,8 @@ def test_what_a_block_fn_raises_or_returns_is_explained() -> None:
         return {"shape": hidden[:, :1], "dtype": hidden.double(), "none": None}[kind]
 
     remote = make_flow("gpt2", (2, 4), block_fn=broken)
-    with pytest.raises(BlockError, match=r"(?s)block_fn 'broken' of layer 0 raised RuntimeError.*gain: float32\(3,\)"):
+    said = r"(?s)block_fn 'broken' of layer 0 raised RuntimeError in its line 2: .*gain: float32\(3,\)"
+    with pytest.raises(BlockError, match=said):
         remote(hidden, gain=torch.ones(3))
     remote = make_flow("gpt2", (2, 4), block_fn=odd)
     for kind, says in (("shape", r"\(1, 1, 32\)"), ("dtype", "float64"), ("none", "NoneType")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import signal
@@ -11,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import cloudpickle
 import pytest
@@ -19,7 +21,7 @@ import torch
 from kwflow.errors import KwargError, ModelError, SpanError, WorkerFailed
 from kwflow.link import run
 from kwflow.swarm.hivemind import Node
-from kwflow.swarm.local import LocalSwarm, _spans, local_swarm
+from kwflow.swarm.local import LocalSwarm, _spans, end_with_swarm, local_swarm
 from kwflow.wire import Message
 from tests.processes import living, until
 
@@ -59,6 +61,43 @@ def swarm() -> Iterator[LocalSwarm]:
     for pid in pids:
         until(lambda pid=pid: not living(group=pid))
         assert not sockets(pid)
+
+
+class Client:
+    """A flow's peers, as a swarm sees them."""
+
+    def __init__(self, *peers: str):
+        self.peers, self.closed = peers, False
+
+    def known(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(peer=peer) for peer in self.peers]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_who_knows_no_others_is_closed_with_the_swarm() -> None:
+    with make() as swarm:
+        swarm.start([(0, 2)])
+        peer = swarm.workers[0].peer
+        only, more, elsewhere = Client(peer), Client(peer, "another"), Client(peer)
+        for client, peers in ((only, swarm.peers), (more, swarm.peers), (elsewhere, ["/of/another"])):
+            end_with_swarm(client, peers)
+    assert (only.closed, more.closed, elsewhere.closed) == (True, False, False)
+
+
+def test_the_bar_comes_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shown:
+        n = 0
+
+        def update(self, more: int) -> None:
+            self.n += more
+
+    shown = Shown()
+    monkeypatch.setattr("kwflow.swarm.local.bar", lambda *_, **__: contextlib.nullcontext(shown))
+    with make() as swarm:
+        swarm.start([(0, 2), (2, 4)])
+    assert shown.n == 2, "a notebook keeps a bar that fell short"
 
 
 def test_workers_start_together_and_know_each_other(swarm: LocalSwarm) -> None:

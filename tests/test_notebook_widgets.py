@@ -270,10 +270,12 @@ def test_a_view_ends_with_itself_and_with_its_swarm(swarm: Any) -> None:
     view = kf.notebook.swarm_view(swarm, flow=swarm.flow())
     view.close()
     until(lambda: not threads("kwflow-swarm-view"))
+    kf.notebook.swarm_view(swarm, flow=swarm.flow()).box.close()  # as ipywidgets.Widget.close_all does
+    until(lambda: not threads("kwflow-swarm-view"))
     other = kf.notebook.swarm_view(swarm, flow=swarm.flow())
     swarm.close()
     until(lambda: not threads("kwflow-swarm-view"))
-    assert "the swarm is closed" in other.lines.value
+    assert "the swarm is closed" in other.lines.value and other.flow is None
     assert not any(any(buttons(row).values()) for row in other.rows) and other.add.disabled
     other.close()
 

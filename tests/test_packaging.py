@@ -32,7 +32,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 # The parts of kwflow, and what each may import of kwflow. Every module has a place here.
 PARTS = {
-    "words": ["errors", "axes", "tree", "link", "wire", "progress", "notebook.pages"],
+    "words": ["errors", "axes", "tree", "link", "wire", "progress", "notebook.pages", "notebook.traces"],
     "core": [
         *("blocks", "positions", "patterns", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
         *("schema", "bound", "kwargs", "derive"),

@@ -135,6 +135,7 @@ def _watch(child: subprocess.Popen[bytes], name: str, stages: Path, seconds: flo
             shown.refresh()
             try:
                 child.wait(timeout=1.0)
+                shown.update(len(STAGES) - shown.n)
                 return
             except subprocess.TimeoutExpired:
                 pass

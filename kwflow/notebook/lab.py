@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kwflow.errors import KwargError, KwflowError, SpanError
 from kwflow.notebook import pages
-from kwflow.notebook.panels import WIDE, inside, said, shown, widgets_for
+from kwflow.notebook.panels import WIDE, at_once, inside, said, shown, widgets_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,8 +42,8 @@ def steer_lab(flow: Flow, vectors: Vectors | Mapping[str, Vectors], *, prompt: s
 
     ``vectors``: ``kf.steering`` vectors, one or several by name. The strength is a share of the size (2-norm) of what
     the vector is added to, at its layer and the prompt's last token, so that layers compare and lengths of vectors do
-    not matter. Greedy. Buttons act between cells; what was begun goes on while cells run. The panel keeps the flow
-    until ``lab.close()``. Needs ipywidgets.
+    not matter. Greedy. Buttons act at once, while a cell runs in JupyterLab 4.4 or newer, elsewhere after it; what was
+    begun goes on while cells run. The panel keeps the flow until ``lab.close()``. Needs ipywidgets.
 
     Raises KwargError for what are no vectors, SpanError for vectors of other layers, UnsupportedError without
     ipywidgets; what fails later is said in the panel.
@@ -124,6 +124,7 @@ class SteerLab:
         self._of_another_vector()
         self.go.on_click(self._begin)
         self.stop.on_click(lambda _: self._end("stopped"))
+        at_once(self.box)
         self._show()
 
     def wait(self, seconds: float = 300.0) -> None:

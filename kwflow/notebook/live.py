@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kwflow.errors import KwflowError, NoRoute
 from kwflow.notebook import pages
-from kwflow.notebook.panels import WIDE, inside, said, shown, widgets_for
+from kwflow.notebook.panels import WIDE, at_once, inside, said, shown, widgets_for
 
 if TYPE_CHECKING:
     from kwflow.flow import Flow
@@ -30,9 +30,9 @@ def swarm_view(swarm: LocalSwarm, *, flow: Flow | None = None) -> SwarmView:
         view.rows[1].kill.click()                         # what swarm.kill(1) does
 
     ``flow``: also say which layers each worker would run in that flow's next call, as far as the client knows: it
-    learns of a worker's end when it asks it. The map is new every second, also while a cell runs; buttons act between
-    cells. The panel does not keep the swarm: without another name for it, its
-    workers end. Raises UnsupportedError without ipywidgets.
+    learns of a worker's end when it asks it. The map is new every second, also while a cell runs; buttons act at once,
+    while a cell runs in JupyterLab 4.4 or newer, elsewhere after it. The panel does not keep the swarm: without another
+    name for it, its workers end. Raises UnsupportedError without ipywidgets.
     """
     return SwarmView(swarm, flow, widgets_for("swarm_view"))
 
@@ -50,6 +50,7 @@ class Row:
             getattr(self, name).on_click(lambda _, name=name: view._do(name, number))
         layout = widgets.Layout(width="100%", align_items="center")
         self.box = widgets.HBox([self.map, self.pause, self.resume, self.kill], layout=layout)
+        at_once(self.box)
 
 
 class SwarmView:
@@ -67,18 +68,19 @@ class SwarmView:
         self._closed, self._turn = threading.Event(), threading.Lock()
         self._bars = list[pages.Bar]()
         self._adding: threading.Thread | None = None
-        short, own = widgets.Layout(width="9em"), {"description_width": "4em"}
+        short, own = widgets.Layout(width="10em", flex="0 0 auto"), {"description_width": "5em"}
         limits = {"min": 0, "max": self._layers, "layout": short, "style": own}
         self.start = widgets.BoundedIntText(0, description="layers", **limits)
         self.stop = widgets.BoundedIntText(self._layers, description="to before", **limits)
-        self.add = widgets.Button(description="add a worker", layout=widgets.Layout(width="8em"))
+        self.add = widgets.Button(description="add a worker", layout=widgets.Layout(width="9em", flex="0 0 auto"))
         self.add.on_click(self._add)
-        self.status = widgets.HTML(said(""))
+        self.status = widgets.HTML(said("buttons act at once, in JupyterLab also while a cell runs"))
         self.lines, self.workers = widgets.HTML(), widgets.VBox(layout=widgets.Layout(width="100%"))
         row = widgets.Layout(width="100%", align_items="center", grid_gap="0 .5em")
         below = widgets.HBox([self.start, self.stop, self.add, self.status], layout=row)
         whole = widgets.Layout(width="100%", max_width=WIDE)
         self.box = widgets.VBox([self.workers, self.lines, below], layout=whole)
+        at_once(self.box)
         self.look()
         threading.Thread(target=self._follow, name="kwflow-swarm-view", daemon=True).start()
 
@@ -87,6 +89,8 @@ class SwarmView:
         with self._turn:
             swarm = self._swarm()
             over = swarm is None or swarm.closed
+            if over:
+                self.flow = None  # it has a process of its own, which ends with its last holder
             route, lines = ({}, ["the swarm is closed"]) if over else self._route()
             if swarm is not None:
                 self._bars = [_bar(worker, route.get(worker.peer, "")) for worker in swarm.workers]
@@ -167,7 +171,7 @@ class SwarmView:
 
     def _follow(self) -> None:
         """The thread: ends with the panel, and after the swarm."""
-        while not self._closed.wait(LOOK_SECONDS):
+        while not self._closed.wait(LOOK_SECONDS) and self.box.comm is not None:  # None: somebody closed the widget
             swarm = self._swarm()
             over = swarm is None or swarm.closed
             del swarm

@@ -39,3 +39,19 @@ def said(text: str, *, wrong: bool = False) -> str:
 def inside(box: Any) -> list[Any]:
     """Every widget in a box, the innermost first."""
     return [found for widget in getattr(box, "children", ()) for found in (*inside(widget), widget)]
+
+
+def at_once(box: Any) -> None:
+    """Let what is clicked and set in a box act at once, also while a cell runs, where the front end can.
+
+    NOTE [subshells] JupyterLab 4.4 sends a widget's messages to a subshell of the kernel, a thread beside that of the
+    cells (ipykernel 7). ipykernel 7.4 hands them to whoever wrote to the widget last instead, here a cell, and there
+    they wait for its end.
+    """
+    for widget in inside(box):
+        if hasattr(widget.comm, "_reply_subshell_for"):
+            widget.comm._reply_subshell_for = _where_it_was_sent
+
+
+def _where_it_was_sent(_: Any, subshell: str | None) -> str | None:
+    return subshell

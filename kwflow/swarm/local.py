@@ -14,7 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
 from kwflow.progress import bar
@@ -29,6 +29,16 @@ TELL_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # between two looks at who is ready, for the bar
 
 Span = tuple[int, int]
+
+
+class Client(Protocol):
+    """Who may be connected to a local swarm: the peers of a flow."""
+
+    def known(self) -> Sequence[Any]: ...
+    def close(self) -> None: ...
+
+
+_swarms: weakref.WeakSet[LocalSwarm] = weakref.WeakSet()  # of this process
 
 
 class LocalWorker:
@@ -65,7 +75,9 @@ class LocalSwarm:
         self._command, self._function, self._timeout = list(command), function, timeout
         # PASSIVE: idle OpenMP threads sleep; where processes share cores, spinning ones cost 3 to 10 times (measured)
         self._env = {**same_imports(), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-        self._close = weakref.finalize(self, _close, self.workers)  # at exit too
+        self._clients: weakref.WeakSet[Client] = weakref.WeakSet()
+        self._close = weakref.finalize(self, _close, self.workers, self._clients)  # at exit too
+        _swarms.add(self)
         disown_in_forks(self)
 
     @property
@@ -119,7 +131,6 @@ class LocalSwarm:
         while waiting:
             left = max(0.0, deadline - time.monotonic())
             select.select([worker.child for worker in waiting], [], [], min(left, LOOK_SECONDS))
-            shown.update(len(new) - len(waiting) - shown.n)
             for worker in tuple(waiting):
                 try:
                     report = worker.child.report()
@@ -133,6 +144,7 @@ class LocalSwarm:
                     told = new
                     for other in new[1:]:
                         other.child.send(json.dumps(worker.addrs).encode(), deadline)
+            shown.update(len(new) - len(waiting) - shown.n)  # to its end: a notebook keeps one that fell short, in red
             if waiting and time.monotonic() > deadline:
                 raise WorkerFailed(
                     f"{waiting[0]!r} was not ready in {self._timeout:g} s\n{waiting[0].child.last_words()}",
@@ -173,7 +185,7 @@ class LocalSwarm:
         return self.workers[number]
 
     def close(self) -> None:
-        """End every worker; again does nothing."""
+        """End every worker, and close the flows that were connected to them and know no others; again does nothing."""
         self._close()
 
     def forked(self) -> None:
@@ -276,6 +288,17 @@ def _explain(worker: LocalWorker, error: ChildFailed) -> Exception:
     return from_wire({**error.said, "message": message, "span": list(worker.span)}, peer=str(worker.pid))
 
 
-def _close(workers: list[LocalWorker]) -> None:
+def end_with_swarm(client: Client, peers: Sequence[str]) -> None:
+    """Close a client with the local swarm that these are addresses of, if any: it keeps a p2pd, and nobody answers."""
+    for swarm in list(_swarms):
+        if not swarm.closed and any(addr in peers for worker in swarm.workers for addr in worker.addrs):
+            swarm._clients.add(client)
+
+
+def _close(workers: list[LocalWorker], clients: weakref.WeakSet[Client]) -> None:
     for worker in workers:
         worker.child.end()
+    ours = {worker.peer for worker in workers}
+    for client in list(clients):
+        if all(one.peer in ours for one in client.known()):
+            client.close()
