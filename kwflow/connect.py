@@ -250,7 +250,7 @@ class _Here:
 
 def in_process(served: Sequence[Served], *, checkpoint: str = "") -> KnownPeers:
     """Peers for workers of this process, through the same bytes as the network."""
-    names = [f"in-process-{one.spec.start}:{one.spec.stop}-{i}" for i, one in enumerate(served)]
+    names = [f"here-{number:03d}" for number in range(len(served))]  # as long as what is shown of a peer id
     view = [_Here(name, one) for name, one in zip(names, served, strict=True)]
     transport = link.InProcess({name: one.accept for name, one in zip(names, served, strict=True)})
     pool = link.Pool(transport)

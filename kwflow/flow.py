@@ -165,8 +165,7 @@ class Flow:
 
     def run_bound(self, hidden: Tensor, bound: Bound) -> Sequence[Tensor]:
         """Run the layers with kwargs that are bound to them already: hidden, then what is captured."""
-        route = self._wait(self._route())
-        return self._run(self._cut(route, bound, hidden), hidden)
+        return self._run(self.plan_bound(hidden, bound), hidden)
 
     def _run(self, plan: Plan, hidden: Tensor) -> Sequence[Tensor]:
         tensors = (hidden, *plan.bound.tensors)
@@ -215,6 +214,10 @@ class Flow:
     def plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
         """Route and bind one call, without running it."""
         return self._wait(self._plan(hidden, kwargs))
+
+    def plan_bound(self, hidden: Tensor, bound: Bound) -> Plan:
+        """The same with kwargs that are bound to these layers already."""
+        return self._cut(self._wait(self._route()), bound, hidden)
 
     def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
         return wait(work, self._options.timeout, f"a call of layers {self.start}:{self.stop}")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kwflow.axes import Axed
 from kwflow.bound import Span
-from kwflow.errors import KwflowError, SpanError
+from kwflow.errors import KwargError, KwflowError, SpanError
 from kwflow.flow import Flow
 from kwflow.notebook import pages
 from kwflow.plan import Plan
@@ -100,11 +100,11 @@ def exact_match(
 ) -> Match:
     """Compare a flow with a local reference on ``hidden`` (batch, seq, hidden) and kwargs.
 
-    ``reference``: a Hugging Face model, or ``kf.stream(path)``. ``layers``: check each of these alone instead of the
-    whole flow. ``threads``: torch threads of the reference; by default the workers'. The reference runs the flow's own
-    cuts of the batch, since other shapes round otherwise, and each worker's layers in that worker's dtype. Where the
-    bits differ, pads are left out of the comparison: attention implementations fill them differently, and nothing
-    reads them.
+    ``reference``: a Hugging Face model, or ``kf.stream(path)``. ``layers``: check each of these alone, with its part of
+    the kwargs, instead of the whole flow. ``threads``: torch threads of the reference; by default the workers'. The
+    reference runs the flow's own cuts of the batch, since other shapes round otherwise, and each worker's layers in
+    that worker's dtype. Where the bits differ, pads are left out of the comparison: attention implementations fill them
+    differently, and nothing reads them.
     """
     from kwflow.models.reference import as_reference
 
@@ -112,16 +112,19 @@ def exact_match(
     if layers is not None and not (layers and all(flow.start <= layer < flow.stop for layer in layers)):
         raise SpanError(f"layers={list(layers)}: give some, all in this flow's {flow.start}:{flow.stop}")
     parts = [("hidden", flow)] if layers is None else [(f"layer {n}", flow[n : n + 1]) for n in layers]
+    if kwargs.get("capture") is not None:
+        raise KwargError("exact_match compares hidden; capture on both sides, and compare with torch.equal")
     outputs, reasons = [], list[str]()
     with torch.no_grad():
-        plans = [one.plan(hidden, kwargs) for _, one in parts]
+        bound = flow.plan(hidden, kwargs).bound
+        plans = [one.plan_bound(hidden, bound.part(None, one.span)[0]) for _, one in parts]
         if threads is None:
             threads = min(int(hop.hello["fingerprint"]["threads"]) for plan in plans for hop in plan.route)
         with threads_set(threads):
             reasons, notes = differences(plans, local, hidden), casts(plans, local, hidden)
             pairs = zip(parts, plans, strict=True)
             for (name, one), plan in progress(pairs, "comparing", len(parts)):
-                ours, expected = one(hidden, **kwargs), _by_cuts(plan, local, hidden)
+                ours, expected = one.run_bound(hidden, plan.bound)[0], _by_cuts(plan, local, hidden)
                 outputs.append(compare(name, *_at_tokens(ours, expected, kwargs)))
                 if layers is None and (flow.start, flow.stop) == (0, flow.ends.layers):
                     logits = _at_tokens(flow.head(ours), flow.head(expected), kwargs)
@@ -295,7 +298,7 @@ def _judge(
     try:
         pairs = zip(parts, plans, strict=True)
         for (name, one), plan in progress(pairs, "comparing in float64", len(parts)):
-            ours = one.options(dtype="float64")(wide, **kwargs)
+            ours = one.options(dtype="float64").run_bound(wide, plan.bound)[0]
             expected = _by_cuts(plan, local, wide, torch.float64)
             gaps.append(compare(name, *_at_tokens(ours, expected, kwargs)).max_rel)
     except (KwflowError, RuntimeError) as error:

@@ -206,7 +206,7 @@ def test_options_make_another_flow() -> None:
         remote(hidden)
         assert len(requests) == 8  # the flow itself is as it was
     with pytest.raises(NoRoute, match="no live worker serves layer 0"):
-        remote.options(peers_blocked=["in-process-0:2-0"])(hidden)
+        remote.options(peers_blocked=["here-000"])(hidden)
     for bad in ({"tiemout": 1}, {"timeout": 0}, {"batch_tokens": 0}, {"dtype": "int8"}):
         with pytest.raises(KwargError):
             remote.options(**bad)
@@ -577,6 +577,28 @@ def test_only_dense_tensors_can_be_sent(kind: str) -> None:
         with pytest.raises(KwargError, match=f"{what}.* is a {kind} tensor"):
             call()
     assert_bits(remote(hidden), expected)
+
+
+def test_single_layers_are_compared_with_their_part_of_the_kwargs() -> None:
+    remote, hidden, v = flow("llama", TWO), random(2, 5, HIDDEN), random(HIDDEN)
+    kwargs = {
+        "steer": {1: v},
+        "prompts": random(LAYERS, 1, 2, HIDDEN),
+        "edit": [kf.scale(0.5, layers=[0, 3], at="prompt[-1]")],
+        "head_mask": kf.axes(random(LAYERS, 4), "layer head"),
+    }
+    match = kf.verify.exact_match(remote, huggingface("llama"), hidden, layers=range(LAYERS), **kwargs)
+    assert match.bitwise and len(match.outputs) == LAYERS, str(match)
+
+    model = huggingface("llama")
+    handle = layers_of(model)[1].mlp.register_forward_hook(lambda _, args, out: 1.5 * out)
+    try:
+        match = kf.verify.exact_match(remote, model, hidden, layers=range(LAYERS), **kwargs)
+    finally:
+        handle.remove()
+    assert match.verdict == "different" and [one.name for one in match.outputs if not one.bitwise] == ["layer 1"]
+    with pytest.raises(KwargError, match="capture on both sides"):
+        kf.verify.exact_match(remote, model, hidden, capture=kf.Capture(resid=[1]))
 
 
 def test_connect_without_peers_is_the_same_flow() -> None:
