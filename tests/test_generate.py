@@ -487,7 +487,7 @@ def test_what_would_be_silent_is_refused(pair: tuple[Any, Any], tmp_path: Any) -
     model, _ = pair
     with pytest.raises(UnsupportedError, match="base model"):
         model.base_model(ids(1, 3))
-    stand_in = model.base_model.layers[0]
+    stand_in = layers_of(model)[0]
     for hook in (stand_in.register_forward_hook, stand_in.register_forward_pre_hook):
         with pytest.raises(UnsupportedError, match="hooks do not reach them"):
             hook(lambda *_: None)
