@@ -92,6 +92,7 @@ def parse(text: str, *, optional: bool = False) -> Names:
     return names
 
 
+@functools.lru_cache(1024)
 def _declared(text: str, *, optional: bool = False) -> Names:
     """Parse what a user declares: a free name that is all but a name with a meaning is a slip, and would be no cut."""
     names = parse(text, optional=optional)

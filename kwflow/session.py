@@ -160,12 +160,13 @@ class Session:
 
     def reorder(self, ids: Sequence[int] | Tensor) -> None:
         """Give the rows another order, with repeats: row ``i`` becomes what row ``ids[i]`` was (a beam reorder)."""
-        rows = [row for row in map(as_int, ids) if row is not None]
+        given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        rows = [row for row in map(as_int, given) if row is not None]
         if self.closed:
             raise SessionError("the session is closed")
         if self.batch is None:
             raise SessionError("reorder before the first step: the session has no rows yet")
-        if not len(rows) == len(ids) == self.batch or not all(0 <= row < self.batch for row in rows):
+        if not len(rows) == len(given) == self.batch or not all(0 <= row < self.batch for row in rows):
             raise SessionError(f"reorder takes {self.batch} row numbers below {self.batch}, got {ids!r:.80}")
         with self._turn:
             self._reorder_count += 1

@@ -209,9 +209,8 @@ class Stages:
             retry.failed(error)
         await old.aclose()
         again = old.given_up
-        old.given_up = again or isinstance(
-            error, WorkerFull
-        )  # should this step end here: it may have room for the next
+        # should this step end here: who was full may have room for the next one
+        old.given_up = again or isinstance(error, WorkerFull)
         steps, freeing = self._history(old, step.start), list(FREED_SECONDS)
         while True:
             hops = [old.hop]
