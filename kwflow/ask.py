@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kwflow import link
 from kwflow.axes import describe
-from kwflow.bound import Bound
+from kwflow.bound import Bound, Span, plain
 from kwflow.derive import Operations, Perform, evaluate, remote_call
 from kwflow.errors import DeadlineError, WorkerFailed
 from kwflow.prefix import length
@@ -25,8 +25,6 @@ from kwflow.retry import Hop, Misfit, Peers, Retry, lacks
 from kwflow.wire import Message
 
 T = TypeVar("T")
-
-GRACE = 1.0  # seconds for a call to say why it gave up
 
 
 @dataclass(frozen=True)
@@ -141,14 +139,13 @@ class Asker:
 
         return list(evaluate(fn, operations, tensors, attention=contextlib.nullcontext))
 
-    def perform(self, hop: Hop, bound: Bound, within: Retry | None = None) -> Perform:
-        """For ``derive.remote_call``; ``within``: of a call that goes on already."""
+    def perform(self, hop: Hop, bound: Bound, within: Retry) -> Perform:
+        """For ``derive.remote_call``. ``within``: of the call; a derivative taken after it has a time of its own."""
+        structure = bound.with_tensors(())  # each request brings its tensors; these are of the caller's transforms
 
         def perform(operations: Operations, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-            retry = within or self.retry()
-            work = self.ask(retry, hop, bound, operations, [t.detach() for t in tensors])
-            timeout = self.options.timeout if within is None else retry.left + GRACE
-            return wait(work, timeout, f"a call of layers {hop.start}:{hop.stop}")
+            retry = self.retry() if within.over else within
+            return wait(retry, self.ask(retry, hop, structure, operations, [*map(plain, tensors)]), hop.span)
 
         return perform
 
@@ -243,12 +240,14 @@ def any_nan(tensors: Sequence[Tensor | None]) -> bool:
     return any(t is not None and t.is_floating_point() and bool(t.isnan().any()) for t in tensors)
 
 
-def wait(work: Coroutine[Any, Any, Any], timeout: float, what: str) -> Any:
-    """Run on the network thread and wait here. Raises DeadlineError."""
+def wait(retry: Retry, work: Coroutine[Any, Any, T], span: Span) -> T:
+    """Run a call's work on the network thread and wait for it here, until the call's deadline. Raises DeadlineError."""
     try:
-        return link.run(work, timeout)
+        return link.run(work, retry.patience)
     except TimeoutError as error:
-        raise DeadlineError(f"{what} did not end in {timeout:g} s (flow.options(timeout=…))") from error
+        raise DeadlineError(
+            f"a call of layers {span[0]}:{span[1]} did not end in {retry.timeout:g} s (flow.options(timeout=…))"
+        ) from error
 
 
 async def in_thread(work: Callable[[], T]) -> T:

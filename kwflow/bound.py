@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kwflow import tree as trees
 from kwflow.axes import Axed, describe, part, pick_layer, repeat_rows
-from kwflow.errors import KwargError
+from kwflow.errors import KwargError, UnsupportedError
 
 Span = tuple[int, int]
 Layers = str | tuple[int, ...]  # "call": once per call; "layers": shared by the layers; numbers: those layers' own
@@ -81,11 +81,19 @@ class Bound:
             made.append(Section(layers, skeleton))
         return cls(*span, tuple(made), tuple(leaves), tuple(tensors))
 
+    @property
+    def span(self) -> Span:
+        return self.start, self.stop
+
     def axed(self, index: int) -> Axed:
         return Axed(self.tensors[index], self.leaves[index].axes)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Bound:
         return replace(self, tensors=tuple(tensors))
+
+    def plain(self) -> Bound:
+        """The values alone, for another thread."""
+        return self.with_tensors([*map(plain, self.tensors)])
 
     def part(self, rows: Span | None, span: Span) -> tuple[Bound, list[int]]:
         """The part for some rows and layers, and which of the leaves it has."""
@@ -303,6 +311,30 @@ def _read_names(kwargs: dict[Any, Any]) -> dict[str, Any]:
 def name_in(name: str, layers: Layers) -> str:
     """``steer[12]``: a kwarg and whose it is, for messages."""
     return name if isinstance(layers, str) else f"{name}[{', '.join(map(str, layers))}]"
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The values alone, for another thread: autograd, torch.func and tensor subclasses are of the caller's thread.
+
+    Raises UnsupportedError for a tensor that torch's older vmap maps over.
+    """
+    if _by_older_vmap(tensor):
+        raise UnsupportedError(
+            "is_grads_batched=True and vectorize=True map by an older vmap, which no call to a worker can follow: use "
+            "torch.func.jacrev, jacfwd or hessian, or torch.func.vmap over torch.func.vjp"
+        )
+    values = tensor.detach()
+    while is_wrapped(values):  # a transform that goes on wraps what is made within it
+        values = torch._C._functorch.get_unwrapped(values)  # pyright: ignore[reportAttributeAccessIssue]
+    return values if type(values) is Tensor else values.as_subclass(Tensor)
+
+
+_OLDER_VMAP: Any = torch._C._parse_dispatch_key("Batched")
+
+
+def _by_older_vmap(tensor: Tensor) -> bool:
+    """Whether torch._vmap_internals maps over it: what autograd.grad(is_grads_batched=True) does."""
+    return torch._C._dispatch_keys(tensor).has(_OLDER_VMAP)
 
 
 def is_wrapped(tensor: Tensor) -> bool:

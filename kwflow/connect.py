@@ -28,6 +28,7 @@ from kwflow.errors import (
 )
 from kwflow.flow import Flow
 from kwflow.retry import Hop, Known
+from kwflow.schema import Schema
 from kwflow.swarm.hello import read as read_hello
 from kwflow.swarm.local import end_with_swarm
 from kwflow.swarm.routing import Serves, covers, plan
@@ -84,6 +85,7 @@ class KnownPeers:
         self._hellos: dict[str, dict[str, Any]] = {}
         self._bans: dict[str, Ban] = {}
         self._served: dict[int, set[str]] = {}  # layer -> the workers that a route was given with
+        self._schemas: dict[int, Schema] = {}  # layer -> what the last one of these takes
 
     async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
         """Hops that cover ``[start, stop)``; a worker that does not answer hello, or serves other weights, is left out.
@@ -92,11 +94,10 @@ class KnownPeers:
         """
         tried: set[str] = set()
         while True:
-            if not self._ended.alive:  # else a call would wait for workers until its deadline
-                raise CallerError("the flow is closed; kf.connect gives another")
+            self._refuse_closed()
             now = time.monotonic()
             silent = {peer for peer, ban in self._bans.items() if ban.silent_until > now}
-            view = [worker for worker in self._view() if self._weights(worker) in ("", self.checkpoint)]
+            view = self._matching()
             try:
                 hops = plan(view, start, stop, blocked={*blocked, *tried, *self._bans})
             except NoRoute:
@@ -114,10 +115,43 @@ class KnownPeers:
                 tried.add(error.peer or "")
                 continue
             if all(_checkpoint(hop.hello) == self.checkpoint for hop in route) or not self.checkpoint:
-                for hop in route:
-                    for layer in range(*hop.span):
-                        self._served.setdefault(layer, set()).add(hop.peer)
+                self._note_served(route)
                 return route
+
+    def snapshot(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop] | None:
+        """The route as far as it is known, so that a call need not ask for it on the network thread.
+
+        None where a worker must be asked first, or none is left that has not failed lately.
+        """
+        self._refuse_closed()
+        hellos, avoided = dict(self._hellos), list(self._bans)  # the network thread goes on meanwhile
+        try:
+            hops = plan(self._matching(), start, stop, blocked={*blocked, *avoided})
+            route = [_hop(peer, a, b, hellos[peer]) for peer, a, b in hops]
+        except (NoRoute, KeyError, WorkerFailed):
+            return None
+        self._note_served(route)
+        return route
+
+    def last_known(self, start: int, stop: int) -> list[tuple[tuple[int, int], Schema]] | None:
+        """What the layers' workers took when they were met last, layer by layer; None where one was never met."""
+        found = [(layer, self._schemas.get(layer)) for layer in range(start, stop)]
+        known = [((layer, layer + 1), schema) for layer, schema in found if schema is not None]
+        return known if len(known) == len(found) else None
+
+    def _refuse_closed(self) -> None:
+        if not self._ended.alive:  # else a call would wait for workers until its deadline
+            raise CallerError("the flow is closed; kf.connect gives another")
+
+    def _matching(self) -> list[Serves]:
+        """The workers that serve this client's weights, as far as is known."""
+        return [worker for worker in self._view() if self._weights(worker) in ("", self.checkpoint)]
+
+    def _note_served(self, route: Sequence[Hop]) -> None:
+        for hop in route:
+            for layer in range(*hop.span):
+                self._served.setdefault(layer, set()).add(hop.peer)
+                self._schemas[layer] = hop.schema
 
     def _weights(self, worker: Serves) -> str:
         """The checkpoint that a worker serves, by its own word or else the directory's; "" where it does not matter."""
@@ -198,8 +232,7 @@ class KnownPeers:
 
     def named(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those are named for these layers, avoided ones too."""
-        view = [one for one in self._view() if one.peer not in blocked and self._weights(one) in ("", self.checkpoint)]
-        return covers(view, start, stop)
+        return covers([one for one in self._matching() if one.peer not in blocked], start, stop)
 
     def close(self) -> None:
         """Close every link; calling it again does nothing."""

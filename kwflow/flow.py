@@ -11,7 +11,8 @@ is set by ``flow.options(...)``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -25,10 +26,10 @@ from kwflow.ask import Asker, Options, wait
 from kwflow.axes import Axed, check_dense, describe
 from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.captures import Capture, pick
-from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
-from kwflow.kwargs import in_all
+from kwflow.errors import DeadlineError, KwargError, NoRoute, ShapeError, SpanError, UnsupportedError
+from kwflow.kwargs import Schemas, in_all
 from kwflow.notebook.reprs import flow_page
-from kwflow.plan import Estimate, Plan, PlanCall, bind
+from kwflow.plan import Estimate, Plan, PlanCall, bind, join_rows, schemas_of
 from kwflow.positions import Columns
 from kwflow.retry import Hop, Peers, Retry
 from kwflow.schema import Spec
@@ -161,44 +162,45 @@ class Flow:
 
     def _outputs(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """Hidden, then what is captured."""
-        return self._run(self.plan(hidden, kwargs), hidden)
+        with self.retry() as retry:
+            return self._run(self._plan(hidden, kwargs, retry), hidden, retry)
 
     def run_bound(self, hidden: Tensor, bound: Bound) -> Sequence[Tensor]:
         """Run the layers with kwargs that are bound to them already: hidden, then what is captured."""
-        return self._run(self.plan_bound(hidden, bound), hidden)
+        with self.retry() as retry:
+            return self._run(self._cut(self.route(retry), bound, hidden), hidden, retry)
 
-    def _run(self, plan: Plan, hidden: Tensor) -> Sequence[Tensor]:
+    def _run(self, plan: Plan, hidden: Tensor, retry: Retry) -> Sequence[Tensor]:
         tensors = (hidden, *plan.bound.tensors)
         if hidden.numel() == 0:
             reached = [t.sum().to(hidden.dtype) * 0 for t in plan.bound.tensors if t.requires_grad]
             return [sum(reached, hidden.clone())]
         if any(is_wrapped(t) for t in tensors) or _in_forward_mode(tensors):
-            return plan.by_spans(tensors)
+            return plan.by_spans(tensors, retry)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             # of inference tensors nobody can tell in backward whether they were changed since, nor save them for it
             tensors = tuple(t.clone() if t.is_inference() else t for t in tensors)
             own = replace(plan, bound=plan.bound.with_tensors(tensors[1:]))
-            return PlanCall.apply(own, *tensors)  # type: ignore[no-any-return]
-        return plan.run(plan.forward(tensors))[0]
+            return PlanCall.apply(own, retry, *tensors)  # type: ignore[no-any-return]
+        return plan.forward(tensors, retry)[0]
 
     async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """The async form of a call, from any event loop; without gradients."""
         _no_capture(kwargs)
-        return await asyncio.wrap_future(link.submit(self._acall(hidden, kwargs, graded=torch.is_grad_enabled())))
-
-    async def _acall(self, hidden: Tensor, kwargs: Mapping[str, Any], *, graded: bool) -> Tensor:
-        seconds = self._options.timeout
+        retry = self.retry()
         try:
-            async with asyncio.timeout(seconds):
-                plan = await self._plan(hidden, kwargs)
-                if graded and any(t.requires_grad for t in (hidden, *plan.bound.tensors)):
+            async with asyncio.timeout(retry.timeout):
+                plan = await self._planned(hidden, kwargs, retry)
+                tensors = (hidden, *plan.bound.tensors)
+                if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
                     raise UnsupportedError("flow.acall is not differentiable; call flow(...) or use torch.no_grad()")
                 if hidden.numel() == 0:
                     return hidden.clone()
-                outputs, _ = await plan.forward((hidden, *plan.bound.tensors))
-                return outputs[0]
+                runs = await asyncio.wrap_future(link.submit(plan.run(plan.split(tensors), retry)))
+                return join_rows(runs)[0]
         except TimeoutError as error:
-            raise DeadlineError(f"a call of layers {self.start}:{self.stop} did not end in {seconds:g} s") from error
+            what = f"a call of layers {self.start}:{self.stop}"
+            raise DeadlineError(f"{what} did not end in {retry.timeout:g} s (flow.options(timeout=…))") from error
 
     def check(self, hidden: Tensor, **kwargs: Any) -> None:
         """Check a call as it is checked before it is sent, and send nothing. hidden and values may be on "meta"."""
@@ -213,14 +215,11 @@ class Flow:
 
     def plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
         """Route and bind one call, without running it."""
-        return self._wait(self._plan(hidden, kwargs))
+        return self._plan(hidden, kwargs, self.retry())
 
     def plan_bound(self, hidden: Tensor, bound: Bound) -> Plan:
         """The same with kwargs that are bound to these layers already."""
-        return self._cut(self._wait(self._route()), bound, hidden)
-
-    def _wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return wait(work, self._options.timeout, f"a call of layers {self.start}:{self.stop}")
+        return self._cut(self.route(self.retry()), bound, hidden)
 
     @property
     def pushes(self) -> bool:
@@ -231,15 +230,47 @@ class Flow:
         """For one call or step: its routes, until its deadline."""
         return Asker(self.peers, self._options).retry()
 
-    async def _route(self) -> list[Hop]:
-        return await self.retry().route(*self.span)
+    def route(self, retry: Retry, check: Callable[[Schemas], object] | None = None) -> list[Hop]:
+        """The hops of a call: as they are known on this thread, or else as the network thread finds them.
 
-    async def _plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
-        check_hidden(hidden, self.ends.hidden_size)
-        route = await self._route()
+        ``check`` binds the call's kwargs. Where there is no route now, it is asked by what the layers took last, so
+        that a caller's mistake is raised at once, and does not wait for workers.
+        """
+        hops = self.peers.snapshot(*self.span, self._options.peers_blocked)
+        if hops is not None:
+            return hops
+        try:
+            return wait(retry, retry.route_at_once(*self.span), self.span)
+        except NoRoute:
+            self._check_by_last(check)
+            return wait(retry, retry.route(*self.span), self.span)
+
+    def _check_by_last(self, check: Callable[[Schemas], object] | None) -> None:
+        schemas = self.peers.last_known(*self.span)
+        if check is not None and schemas is not None:
+            check(schemas)
+
+    def _bind(self, hidden: Tensor, kwargs: Mapping[str, Any], schemas: Schemas) -> Bound:
+        """A caller's tensors are computed with on the caller's thread only: torch.func's state is of a thread."""
         batch, seq, _ = hidden.shape
-        bound = bind(route, self.span, kwargs, {"batch": batch, "seq": seq, "key": seq})
-        return self._cut(route, bound, hidden)
+        return bind(schemas, self.span, kwargs, {"batch": batch, "seq": seq, "key": seq})
+
+    async def _planned(self, hidden: Tensor, kwargs: Mapping[str, Any], retry: Retry) -> Plan:
+        """The async form of :meth:`_plan`."""
+        check_hidden(hidden, self.ends.hidden_size)
+        route = self.peers.snapshot(*self.span, self._options.peers_blocked)
+        if route is None:
+            try:
+                route = await asyncio.wrap_future(link.submit(retry.route_at_once(*self.span)))
+            except NoRoute:
+                self._check_by_last(functools.partial(self._bind, hidden, kwargs))
+                route = await asyncio.wrap_future(link.submit(retry.route(*self.span)))
+        return self._cut(route, self._bind(hidden, kwargs, schemas_of(route)), hidden)
+
+    def _plan(self, hidden: Tensor, kwargs: Mapping[str, Any], retry: Retry) -> Plan:
+        check_hidden(hidden, self.ends.hidden_size)
+        route = self.route(retry, functools.partial(self._bind, hidden, kwargs))
+        return self._cut(route, self._bind(hidden, kwargs, schemas_of(route)), hidden)
 
     def _cut(self, route: Sequence[Hop], bound: Bound, hidden: Tensor) -> Plan:
         """Cut a call's rows by what the workers take at once."""
@@ -271,12 +302,12 @@ class Flow:
 
     def kwargs(self) -> dict[str, Spec]:
         """The kwargs that some of this flow's layers take beside attention_mask and position_ids."""
-        route = self._wait(self._route())
+        route = self.route(self.retry())
         return {n: spec for hop in route for n, spec in hop.schema.kwargs.items() if spec.group != "call"}
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """What ``lora`` and ``ia3`` may name in all of this flow's layers: features in and out, by dotted name."""
-        route = self._wait(self._route())
+        route = self.route(self.retry())
         return in_all([hop.schema.projections for hop in route])
 
     def embed(self, input_ids: Tensor, *, position_ids: Tensor | None = None) -> Tensor:

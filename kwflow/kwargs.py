@@ -23,6 +23,7 @@ from kwflow.positions import Columns
 from kwflow.schema import SCALARS, Schema, Spec
 from kwflow.tree import as_int
 
+Schemas = Sequence[tuple[Span, Schema]]  # what the workers of some layers take, in the order of their layers
 _AT_POINTS: dict[str, Any] = {"edit": edits, "capture": captures}  # what looks positions up, and checks entries
 _CAPTURE = "out, acts = flow.capture({'resid': [3]}, **x) brings back what layers give"
 _KEPT = "flow.session(max_length=) keeps keys and values"
@@ -73,16 +74,19 @@ def per_layer(entries: Sequence[Mapping[str, Any] | None] | Mapping[int, Mapping
 
 
 def bind_kwargs(
-    schemas: Sequence[tuple[Span, Schema]],
+    schemas: Schemas,
     span: Span,
     kwargs: Mapping[str, Any],
     sizes: Mapping[str, int],
     columns: Columns | None = None,
+    *,
+    complete: bool = True,
 ) -> Bound:
     """Check a caller's kwargs against what the layers take and bind them to axes.
 
     ``schemas`` covers ``span`` (one entry per worker); ``sizes`` are those of this call: batch, seq, key; ``columns``
-    those of a session's step, in token positions. Nothing is sent when this raises UnknownKwarg, KwargError,
+    those of a session's step, in token positions. ``complete``: these are all of the call's kwargs, so that one which a
+    block_fn needs must be among them. Nothing is sent when this raises UnknownKwarg, KwargError,
     AxesError, ShapeError or SpanError.
     """
     found: dict[Layers, dict[str, Any]] = {"call": {}, "layers": {}}
@@ -110,7 +114,8 @@ def bind_kwargs(
                 found.setdefault((layer,), {})[name] = own
         else:
             found[spec.group][name] = value
-    _refuse_missing(schemas, span, found)
+    if complete:
+        _refuse_missing(schemas, span, found)
     sections = [(layers, {name: value}) for layers, values in found.items() for name, value in values.items()]
     bound = [(layers, _bind_section(layers, values, schemas, span, sizes)) for layers, values in sections]
     if at_points and columns is None:
@@ -144,7 +149,7 @@ def check_bound(bound: Bound, schema: Schema, sizes: Mapping[str, int]) -> None:
 def _bind_section(
     layers: Layers,
     kwargs: Mapping[str, Any],
-    schemas: Sequence[tuple[Span, Schema]],
+    schemas: Schemas,
     span: Span,
     sizes: Mapping[str, int],
     what: str = "",
@@ -183,7 +188,7 @@ def _bind_prefix(name: str, value: Any, place: Place) -> Any:
     return prefix.check(value, place.sizes, place.what, own_layer=place.own_layer)
 
 
-def _projections(schemas: Sequence[tuple[Span, Schema]], spans: Sequence[Span]) -> adapt.Projections:
+def _projections(schemas: Schemas, spans: Sequence[Span]) -> adapt.Projections:
     """The projections that every worker of an addressed layer has."""
     return in_all(
         [schema.projections for (a, b), schema in schemas if any(a < stop and start < b for start, stop in spans)]
@@ -200,7 +205,7 @@ def _layers(spans: Sequence[Span]) -> str:
     return ", ".join(f"{a}:{b}" for a, b in spans)
 
 
-def _refuse_unknown(name: str, schemas: Sequence[tuple[Span, Schema]], span: Span) -> None:
+def _refuse_unknown(name: str, schemas: Schemas, span: Span) -> None:
     taken = dict.fromkeys(name for _, schema in schemas for name in schema.kwargs)
     if name in taken:
         return
@@ -211,7 +216,7 @@ def _refuse_unknown(name: str, schemas: Sequence[tuple[Span, Schema]], span: Spa
     raise UnknownKwarg(f"flow got {name!r}; layers {_layers([span])} take {', '.join(sorted(taken))}.{hint}")
 
 
-def _need(name: str, schemas: Sequence[tuple[Span, Schema]], addressed: Span, span: Span) -> None:
+def _need(name: str, schemas: Schemas, addressed: Span, span: Span) -> None:
     lacking = [
         (max(a, addressed[0]), min(b, addressed[1]))
         for (a, b), schema in schemas
@@ -225,9 +230,7 @@ def _need(name: str, schemas: Sequence[tuple[Span, Schema]], addressed: Span, sp
         )
 
 
-def _refuse_missing(
-    schemas: Sequence[tuple[Span, Schema]], span: Span, found: Mapping[Layers, Mapping[str, Any]]
-) -> None:
+def _refuse_missing(schemas: Schemas, span: Span, found: Mapping[Layers, Mapping[str, Any]]) -> None:
     everywhere = {name for layers, values in found.items() if isinstance(layers, str) for name in values}
     for (a, b), schema in schemas:
         for name, spec in schema.kwargs.items():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kwflow.ask import Asker, Options, wait
 from kwflow.axes import describe, part, part_adjoint
-from kwflow.bound import Bound, Span, is_wrapped
+from kwflow.bound import Bound, Span, is_wrapped, plain
 from kwflow.derive import remote_call
 from kwflow.errors import KwargError
-from kwflow.kwargs import bind_kwargs
+from kwflow.kwargs import Schemas, bind_kwargs
 from kwflow.positions import Columns
 from kwflow.prefix import length
 from kwflow.retry import Hop, Peers, Retry
@@ -46,6 +46,19 @@ class Estimate:
     __repr__ = __str__
 
 
+Gradient = tuple[int, Tensor, Span]  # of which tensor (hidden is 0), a part of it, and the layers that it is from
+
+
+@dataclass(frozen=True, eq=False)
+class SubBatch:
+    """Some rows of a call: their hidden, and of each hop the part of the kwargs and which of the leaves it has."""
+
+    rows: Span
+    hidden: Tensor
+    parts: tuple[tuple[Bound, list[int]], ...]
+    entering: list[Tensor] = field(default_factory=list)  # hidden before each hop, once it has run
+
+
 @dataclass(frozen=True)
 class Plan:
     """One call, routed and bound: which rows go through which hops with which part of the kwargs."""
@@ -67,70 +80,84 @@ class Plan:
             received.append(hidden.nbytes + len(hidden) * numbers * hidden.element_size())
         return Estimate(tuple(hop.span for hop in self.route), len(self.cuts), tuple(sent), tuple(received))
 
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return wait(work, self.options.timeout, f"a call of layers {self.bound.start}:{self.bound.stop}")
-
     @property
     def _asker(self) -> Asker:
         return Asker(self.peers, self.options)
 
-    async def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """The outputs (hidden, then what is captured), and each sub-batch's hidden before every hop.
+    def retry(self) -> Retry:
+        """For one call, forward or backward, from now on."""
+        return self._asker.retry()
 
-        Sub-batches run through the pipeline at once.
-        """
-        turn, asker = asyncio.Semaphore(IN_FLIGHT), self._asker
-        retry = asker.retry()
+    def split(self, tensors: Sequence[Tensor]) -> list[SubBatch]:
+        """The call's rows by sub-batch, each with its part of the kwargs by hop: plain values, for any thread."""
+        hidden, bound = tensors[0], self.bound.with_tensors(tensors[1:])
+        batches = []
+        for rows in self.cuts:
+            parts = [bound.part(rows, hop.span) for hop in self.route]
+            own = tuple((kwargs.plain(), keep) for kwargs, keep in parts)
+            batches.append(SubBatch(rows, plain(hidden[rows[0] : rows[1]]), own))
+        return batches
 
-        async def one(rows: Span) -> tuple[list[Tensor], list[Tensor]]:
+    def forward(self, tensors: Sequence[Tensor], retry: Retry) -> tuple[list[Tensor], list[SubBatch]]:
+        """The outputs (hidden, then what is captured), and the sub-batches, for :meth:`backward`."""
+        batches = self.split(tensors)
+        return join_rows(wait(retry, self.run(batches, retry), self.bound.span)), batches
+
+    async def run(self, batches: Sequence[SubBatch], retry: Retry) -> list[list[Tensor]]:
+        """The outputs of each sub-batch, which run through the pipeline at once; on the network thread."""
+        turn = asyncio.Semaphore(IN_FLIGHT)
+
+        async def one(batch: SubBatch) -> list[Tensor]:
             async with turn:
-                seen, captured = [tensors[0].detach()[rows[0] : rows[1]]], list[Tensor]()
-                for hop in self.route:
-                    bound, _ = self.bound.part(rows, hop.span)
-                    out, *more = _all(await asker.ask(retry, hop, bound, (), [seen[-1], *bound.tensors]))
-                    seen.append(out)
+                batch.entering[:] = [batch.hidden]
+                captured = list[Tensor]()
+                for hop, (bound, _) in zip(self.route, batch.parts, strict=True):
+                    tensors = [batch.entering[-1], *bound.tensors]
+                    out, *more = _all(await self._asker.ask(retry, hop, bound, (), tensors))
+                    batch.entering.append(out)
                     captured += more
-                return [seen.pop(), *captured], seen
+                return [batch.entering.pop(), *captured]
 
-        runs = await all_or_first_error([one(rows) for rows in self.cuts])
-        return _join_rows([outputs for outputs, _ in runs]), [seen for _, seen in runs]
+        return await all_or_first_error([one(batch) for batch in batches])
 
-    async def backward(
-        self, cotangents: Sequence[Tensor | None], needed: Sequence[bool], boundaries: Sequence[Sequence[Tensor]]
+    def backward(
+        self, cotangents: Sequence[Tensor | None], needed: Sequence[bool], batches: Sequence[SubBatch], retry: Retry
     ) -> list[Tensor | None]:
         """Gradients of hidden and every kwarg tensor; each worker recomputes its span, asked for what is needed.
 
         ``cotangents``: of hidden and of what was captured; None where the loss does not depend on it.
         """
-        turn, asker = asyncio.Semaphore(IN_FLIGHT), self._asker
-        retry = asker.retry()
-
-        async def one(number: int) -> list[tuple[int, Tensor]]:
-            async with turn:
-                rows = self.cuts[number]
-                mine = [None if c is None else c[rows[0] : rows[1]] for c in cotangents]
-                return await self._pull(asker, retry, rows, mine, needed, boundaries[number])
-
-        found = await all_or_first_error([one(number) for number in range(len(self.cuts))])
+        mine = [[None if c is None else plain(c[rows[0] : rows[1]]) for c in cotangents] for rows in self.cuts]
+        found = wait(retry, self._pull_all(batches, mine, needed, retry), self.bound.span)
         totals: list[Tensor | None] = [None] * len(needed)
-        for index, grad in (pair for gradients in found for pair in gradients):
-            held = totals[index]
-            totals[index] = grad if held is None else held + grad
+        for batch, gradients in zip(batches, found, strict=True):  # in the order of the rows, whoever came first
+            for number, grad, span in gradients:
+                grad, held = self._whole(grad, number, batch.rows, span), totals[number]
+                totals[number] = grad if held is None else held + grad
         return totals
 
-    async def _pull(
+    async def _pull_all(
         self,
-        asker: Asker,
-        retry: Retry,
-        rows: Span,
-        cotangents: Sequence[Tensor | None],
+        batches: Sequence[SubBatch],
+        cotangents: Sequence[Sequence[Tensor | None]],
         needed: Sequence[bool],
-        boundaries: Sequence[Tensor],
-    ) -> list[tuple[int, Tensor]]:
+        retry: Retry,
+    ) -> list[list[Gradient]]:
+        turn = asyncio.Semaphore(IN_FLIGHT)
+
+        async def one(batch: SubBatch, own: Sequence[Tensor | None]) -> list[Gradient]:
+            async with turn:
+                return await self._pull(batch, own, needed, retry)
+
+        return await all_or_first_error([one(*pair) for pair in zip(batches, cotangents, strict=True)])
+
+    async def _pull(
+        self, batch: SubBatch, cotangents: Sequence[Tensor | None], needed: Sequence[bool], retry: Retry
+    ) -> list[Gradient]:
         """One sub-batch's gradients, hop by hop from the last, each with the number of its tensor."""
-        gradients, back, captured = list[tuple[int, Tensor]](), cotangents[0], list(cotangents[1:])
-        for hop, entering in zip(reversed(self.route), reversed(boundaries), strict=True):
-            bound, keep = self.bound.part(rows, hop.span)
+        gradients, back, captured = list[Gradient](), cotangents[0], list(cotangents[1:])
+        hops = zip(self.route, batch.parts, batch.entering, strict=True)
+        for hop, (bound, keep), entering in reversed(list(hops)):
             first = len(captured) - bound.captures()
             own, captured = captured[first:], captured[:first]
             given = {i: c for i, c in enumerate([back, *own]) if c is not None}
@@ -141,81 +168,93 @@ class Plan:
                 back = None
                 continue
             operation = {"vjp": wanted, "given": list(given)}
-            found = await asker.ask(retry, hop, bound, (operation,), [entering, *bound.tensors, *given.values()])
+            tensors = [entering, *bound.tensors, *given.values()]
+            found = await self._asker.ask(retry, hop, bound, (operation,), tensors)
             answer = dict(zip(wanted, found, strict=True))
-            for i in leaves:
-                grad = answer[1 + i]
-                if grad is not None:
-                    gradients.append((1 + keep[i], self._whole(grad, keep[i], rows, hop.span)))
+            grads = [(1 + keep[i], answer[1 + i], hop.span) for i in leaves]
+            gradients += [(number, grad, span) for number, grad, span in grads if grad is not None]
             back = answer.get(0)
         if back is not None and needed[0]:
-            whole = back.new_zeros((self.cuts[-1][1], *back.shape[1:]))
-            whole[rows[0] : rows[1]] = back
-            gradients.append((0, whole))
+            gradients.append((0, back, self.bound.span))
         return gradients
 
     def _acts_before(self, hop: Hop, leaf: int) -> bool:
         """Whether a kwarg acts on layers before this hop, so that the cotangent must go on."""
         return self.bound.first_layer(leaf) < hop.start
 
-    def _whole(self, grad: Tensor, index: int, rows: Span, span: Span) -> Tensor:
-        """Carry the gradient of a part back to the shape of the whole kwarg."""
-        whole = self.bound.axed(index)
-        of_rows = part(whole, "batch", *rows)
+    def _whole(self, grad: Tensor, number: int, rows: Span, span: Span) -> Tensor:
+        """Carry the gradient of a part back to the shape of the whole: of hidden (0), or of a kwarg."""
+        if number == 0:
+            whole = grad.new_zeros((self.cuts[-1][1], *grad.shape[1:]))
+            whole[rows[0] : rows[1]] = grad
+            return whole
+        kwarg = self.bound.axed(number - 1)
+        of_rows = part(kwarg, "batch", *rows)
         grad = part_adjoint(grad, of_rows, "layer", span[0] - self.bound.start, span[1] - self.bound.start)
-        return part_adjoint(grad, whole, "batch", *rows)
+        return part_adjoint(grad, kwarg, "batch", *rows)
 
-    def by_spans(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def by_spans(self, tensors: Sequence[Tensor], retry: Retry) -> list[Tensor]:
         """The same outputs with every derivative: one Function per worker span, ordinary torch ops around it."""
         runs = []
         for rows in self.cuts:
             hidden, captured = tensors[0] if len(self.cuts) == 1 else tensors[0][rows[0] : rows[1]], list[Tensor]()
             for hop in self.route:
                 bound, _ = self.bound.with_tensors(tensors[1:]).part(rows, hop.span)
-                hidden, *more = remote_call(self._asker.perform(hop, bound), [hidden, *bound.tensors])
+                hidden, *more = remote_call(self._asker.perform(hop, bound, retry), [hidden, *bound.tensors])
                 captured += more
             runs.append([hidden, *captured])
-        return _join_rows(runs)
+        return join_rows(runs)
 
 
 class PlanCall(torch.autograd.Function):
     """A whole call as one Function: plain first-order autograd, pipelined over sub-batches both ways."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, boundaries = plan.run(plan.forward(tensors))
-        ctx.plan, ctx.boundaries = plan, boundaries  # a cache that backward reads and never consumes
+    def forward(ctx: Any, plan: Plan, retry: Retry, *tensors: Tensor) -> tuple[Tensor, ...]:
+        outputs, batches = plan.forward(tensors, retry)
+        ctx.plan, ctx.batches = plan, batches  # a cache that backward reads and never consumes
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
-        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
         given = [i for i, cotangent in enumerate(grad_outputs) if cotangent is not None]
         if not given:
-            return (None, *(None for _ in tensors))
-        if not torch.is_grad_enabled():
-            return (None, *ctx.plan.run(ctx.plan.backward(grad_outputs, needed, ctx.boundaries)))
-        wanted = [i for i, need in enumerate(needed) if need]
-        # views: one tensor given twice, or a kwarg made from hidden, must get its own part of the gradient and no more
-        own = [t.view_as(t) for t in tensors]
-        outputs, inputs = ctx.plan.by_spans(own), [own[i] for i in wanted]
-        pulled, cotangents = [outputs[i] for i in given], [grad_outputs[i] for i in given]
-        found = torch.autograd.grad(pulled, inputs, cotangents, create_graph=True, allow_unused=True)
+            return (None, None, *(None for _ in tensors))
+        with ctx.plan.retry() as retry:
+            if not torch.is_grad_enabled():
+                return (None, None, *ctx.plan.backward(grad_outputs, needed, ctx.batches, retry))
+            wanted = [i for i, need in enumerate(needed) if need]
+            # views: one tensor given twice, or a kwarg made from hidden, gets its own part of the gradient and no more
+            own = [t.view_as(t) for t in tensors]
+            outputs, inputs = ctx.plan.by_spans(own, retry), [own[i] for i in wanted]
+            pulled, cotangents = [outputs[i] for i in given], [grad_outputs[i] for i in given]
+            found = torch.autograd.grad(pulled, inputs, cotangents, create_graph=True, allow_unused=True)
         grads = dict(zip(wanted, found, strict=True))
-        return (None, *(grads.get(i) for i in range(len(tensors))))
+        return (None, None, *(grads.get(i) for i in range(len(tensors))))
+
+
+def schemas_of(route: Sequence[Hop]) -> Schemas:
+    """What the workers of a route take."""
+    return [(hop.span, hop.schema) for hop in route]
 
 
 def bind(
-    route: Sequence[Hop],
+    schemas: Schemas,
     span: Span,
     kwargs: Mapping[str, Any],
     sizes: Mapping[str, int],
     columns: Columns | None = None,
+    *,
+    complete: bool = True,
 ) -> Bound:
-    """Bind a call's kwargs to what its route takes, and look at the values that have limits."""
-    bound = bind_kwargs([(hop.span, hop.schema) for hop in route], span, kwargs, sizes, columns)
+    """Bind a call's kwargs to what its route takes, and look at the values that have limits.
+
+    ``complete``: these are all of the call's kwargs, so that one that a block_fn needs must be among them.
+    """
+    bound = bind_kwargs(schemas, span, kwargs, sizes, columns, complete=complete)
     for leaf, tensor in zip(bound.leaves, bound.tensors, strict=True):
         if leaf.what != "attention_mask" or is_wrapped(tensor) or tensor.is_meta:
             continue
@@ -231,7 +270,7 @@ def _all(found: Sequence[Tensor | None]) -> list[Tensor]:
     return [result for result in found if result is not None]
 
 
-def _join_rows(runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+def join_rows(runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Each output of all sub-batches."""
     return list(runs[0]) if len(runs) == 1 else [torch.cat(parts) for parts in zip(*runs, strict=True)]
 

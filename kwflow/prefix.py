@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kwflow.axes import Axed, bind_floats, describe
-from kwflow.bound import Bound, is_wrapped
+from kwflow.bound import Bound, is_mapped, is_wrapped
 from kwflow.errors import KwargError, ShapeError, did_you_mean
 from kwflow.schema import PREFIX_KV
 
@@ -163,7 +163,18 @@ def keys_values(own: Mapping[str, Axed] | None, hidden: Tensor) -> tuple[Tensor,
     if own is None:
         return None
     k_BHPD, v_BHPD = (_rows(own[key], hidden) for key in ("k", "v"))
+    if is_mapped(k_BHPD) or is_mapped(v_BHPD):
+        return _mapped_like(k_BHPD, v_BHPD), _mapped_like(v_BHPD, k_BHPD)
     return k_BHPD, v_BHPD
+
+
+def _mapped_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """The same values, mapped over by every vmap that maps over ``other``.
+
+    NOTE [mapped alike] deepseek writes the one into a buffer made like the other, in place, which vmap lets it do only
+    where it maps over both.
+    """
+    return torch.where(torch.zeros_like(other.sum(), dtype=torch.bool), tensor, tensor)
 
 
 def _rows(leaf: Axed, hidden: Tensor) -> Tensor:

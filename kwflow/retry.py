@@ -73,6 +73,14 @@ class Peers(Protocol):
         """Hops that cover ``[start, stop)`` now. Raises NoRoute."""
         ...
 
+    def snapshot(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop] | None:
+        """The same from what is known already, from any thread; None where somebody must be asked."""
+        ...
+
+    def last_known(self, start: int, stop: int) -> list[tuple[tuple[int, int], Schema]] | None:
+        """What the workers of these layers took when they were met last; None where some were never met."""
+        ...
+
     def hellos(self) -> Sequence[Mapping[str, Any]]:
         """What the workers that were met say of themselves."""
         ...
@@ -111,7 +119,8 @@ class Retry:
     """The routes of one call, within ``timeout`` seconds from now."""
 
     def __init__(self, peers: Peers, timeout: float, blocked: Collection[str] = ()):
-        self.peers, self.failures = peers, list[WorkerFailed]()
+        self.peers, self.timeout, self.failures = peers, timeout, list[WorkerFailed]()
+        self.over = False  # the call has ended: a derivative that is taken later is a call of its own
         self.doubted = self._said = False  # NaN was tried on another worker, which said the same; a long wait was said
         self.doubting = asyncio.Lock()  # sub-batches try theirs one after the other
         self._blocked = frozenset(blocked)
@@ -123,6 +132,17 @@ class Retry:
     def left(self) -> float:
         """Seconds until this call gives up."""
         return max(0.0, self._until - time.monotonic())
+
+    @property
+    def patience(self) -> float:
+        """Seconds until whoever waits for this call gives up: a little more, to be told why."""
+        return max(0.0, self._began + self.timeout - time.monotonic())
+
+    def __enter__(self) -> Retry:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over = True
 
     def without_doubt(self) -> Retry:
         """The same, for what is asked because of NaN: what is answered then is taken as it is."""
@@ -170,6 +190,10 @@ class Retry:
                     self._said = True
                     log.warning("waiting up to %.0f s for a worker: %s", self.left, error)
             await asyncio.sleep(min(LOOK_SECONDS, self.left))
+
+    async def route_at_once(self, start: int, stop: int) -> list[Hop]:
+        """Hops that cover ``[start, stop)`` now. Raises NoRoute where a gap would have to be waited for."""
+        return await self._in_time(self._route_now(start, stop, None, None, {}))
 
     async def _in_time(self, work: Coroutine[Any, Any, list[Hop]]) -> list[Hop]:
         """A worker that is stopped takes seconds to be dialled."""

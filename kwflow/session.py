@@ -8,6 +8,7 @@ What each worker was given is kept here, so that others can take its place (``kw
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,17 +19,17 @@ import torch
 from torch import Tensor
 
 from kwflow import link, prefix
-from kwflow.ask import wait
 from kwflow.axes import Axed, describe
-from kwflow.bound import Bound, is_wrapped
+from kwflow.bound import Bound, is_wrapped, plain
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, SessionError, ShapeError
 from kwflow.flow import Flow, check_hidden, token_ids
+from kwflow.kwargs import Schemas
 from kwflow.notebook.reprs import session_page
-from kwflow.plan import bind
+from kwflow.plan import bind, schemas_of
 from kwflow.positions import Columns, from_the_end, token_position
 from kwflow.replay import Reorder, Replay, Step, folded
-from kwflow.retry import Hop
+from kwflow.retry import Hop, Retry
 from kwflow.stages import Stages, free
 from kwflow.tree import as_int
 
@@ -102,23 +103,24 @@ class Session:
         """
         with self._turn:
             self._ready(hidden)
-            timeout = self.flow._options.timeout
-            stages = self._stages or self._opened(timeout)
+            retry = self.flow.retry()
             capture = kwargs.get("capture")
             if isinstance(capture, Capture):
                 capture.belong(self)
-            bound, mask, positions, columns = self._bind(hidden, kwargs, repeats, prompt, prompt_length)
+            bind = functools.partial(self._bind, hidden, kwargs, repeats, prompt, prompt_length)
+            stages = self._stages or self._opened(retry, bind)
+            bound, mask, positions, columns = bind(schemas_of(stages.hops))
             if hidden.numel() == 0:
                 return hidden.clone()
-            self._settle(timeout)
-            step = Step(self.position, hidden.detach().clone(), bound, tuple(self._reorders))
+            self._settle(retry)
+            step = Step(self.position, plain(hidden).clone(), bound.plain(), tuple(self._reorders))
             self._reorders_sent.add(self._reorder_count)
-            self._running = link.submit(stages.step(step, self.flow))
+            self._running = link.submit(stages.step(step, self.flow.pushes, retry))
             try:  # an interrupt leaves it running; the next step waits for it
-                out, *captured = self._running.result(timeout)
+                out, *captured = self._running.result(retry.patience)
             except TimeoutError as error:
                 self._running.cancel()
-                raise DeadlineError(f"a step did not end in {timeout:g} s (flow.options(timeout=…))") from error
+                raise DeadlineError(f"a step did not end in {retry.timeout:g} s (flow.options(timeout=…))") from error
             except concurrent.futures.CancelledError as error:
                 raise SessionError("the session was closed in the middle of a step") from error
             self._running = None
@@ -226,8 +228,8 @@ class Session:
 
     # ---- one step
 
-    def _opened(self, timeout: float) -> Stages:
-        hops = wait(self.flow.retry().route(*self.flow.span), timeout, "a step")
+    def _opened(self, retry: Retry, check: Callable[[Schemas], object]) -> Stages:
+        hops = self.flow.route(retry, check)
         self._stages = Stages(hops, self.max_length, self.mode, self.flow.peers.pool)
         self._freed = weakref.finalize(self, free, self._stages)
         return self._stages
@@ -264,6 +266,7 @@ class Session:
         repeats: int,
         prompt: int | None,
         prompt_length: int | Tensor | None,
+        schemas: Schemas,
     ) -> tuple[Bound, Tensor | None, Tensor | None, Columns]:
         """The step's kwargs for the wire, the mask and positions to remember when it succeeds, its columns."""
         batch, seq, _ = hidden.shape
@@ -274,12 +277,13 @@ class Session:
         if positions is None and self._positions is not None:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
         sizes = {"batch": batch, "seq": seq, "key": stop}
-        called = bind(self._hops, self.flow.span, {"attention_mask": mask, "position_ids": positions}, sizes)
+        of_call = {"attention_mask": mask, "position_ids": positions}
+        called = bind(schemas, self.flow.span, of_call, sizes, complete=False)
         remembered, sent = self._columns_of_mask(called, batch, start, stop)
         columns = self._columns(remembered, start, stop, repeats, prompt, prompt_length)
         if prompt is not None:
             self._check_end(start, prompt)
-        bound = bind(self._hops, self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
+        bound = bind(schemas, self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
         ahead = self._ahead(bound, start, stop)
         if positions is not None:
             own = None if remembered is None else remembered[:, start:]
@@ -365,16 +369,16 @@ class Session:
         columns = [mask[:, start:] if i == at else tensor for i, tensor in enumerate(called.tensors)]
         return mask, called.with_tensors(columns)
 
-    def _settle(self, timeout: float) -> None:
+    def _settle(self, retry: Retry) -> None:
         """Wait for a step that was interrupted; its values are not used, and the next one crops it away.
 
         Raises DeadlineError, and gives it up, when it does not end.
         """
-        if self._running is not None and concurrent.futures.wait([self._running], timeout).not_done:
+        if self._running is not None and concurrent.futures.wait([self._running], retry.patience).not_done:
             self._running.cancel()
             raise DeadlineError(
-                f"the step that was interrupted did not end in {timeout:g} s more (flow.options(timeout=…)); it is "
-                f"given up now: take the next one again"
+                f"the step that was interrupted did not end in {retry.timeout:g} s more (flow.options(timeout=…)); "
+                f"it is given up now: take the next one again"
             )
         self._running = None
 

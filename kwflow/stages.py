@@ -21,7 +21,6 @@ from torch import Tensor
 from kwflow import link
 from kwflow.ask import any_nan
 from kwflow.errors import CallerError, SessionError, WorkerFailed, WorkerFull
-from kwflow.flow import Flow
 from kwflow.replay import Handed, Reorder, Replay, Stage, Step, merged, replay
 from kwflow.retry import Hop, Misfit, Retry, differs, lacks
 
@@ -62,16 +61,18 @@ class Stages:
         """The last reorders that workers have in the rows of merged steps."""
         return {stage.reordered for stage in self.stages}
 
-    async def step(self, step: Step, flow: Flow) -> list[Tensor]:
-        """Take a step through all workers, others in the place of those that fail: its output, what it captured."""
+    async def step(self, step: Step, pushes: bool, retry: Retry) -> list[Tensor]:
+        """Take a step through all workers, others in the place of those that fail: its output, what it captured.
+
+        ``pushes``: workers hand their outputs on where they can.
+        """
         async with self._turn:
             if self._closed:
                 raise SessionError("the session is closed")
             self._running = asyncio.current_task()
             try:
-                retry = flow.retry()
                 workers, self._astray = list(self.stages), None
-                found = await self._push(step, retry) if self._may_push(flow) else None
+                found = await self._push(step, retry) if pushes and self._may_push() else None
                 if found is None:
                     found = await self._carry(step, retry)
                     self._count_stray(workers, found)
@@ -112,9 +113,9 @@ class Stages:
             stage.keep(own)
         return [hidden, *captured]
 
-    def _may_push(self, flow: Flow) -> bool:
+    def _may_push(self) -> bool:
         """Whether workers can hand this step on: all know the session, and none was lost."""
-        if not flow.pushes or all(stage.hop.peer in self.carried for stage in self.stages[:-1]):
+        if all(stage.hop.peer in self.carried for stage in self.stages[:-1]):
             return False
         return all(stage.steps and not stage.closed and "push" in stage.hop.hello["features"] for stage in self.stages)
 

@@ -35,6 +35,7 @@ class Given:
     leaves: Mapping[str, Tensor]
     layers: tuple[int, ...] = EVERY
     own_rows: bool = False  # a batch axis is declared; else the values are shared by all rows
+    by_layer: bool = False  # each layer is given its own, also where all have one
 
     def tensor(self, name: str, inner: str, layer: int | None = None) -> Any:
         """A leaf as a caller gives it, of all layers or of one, its axes declared."""
@@ -46,7 +47,7 @@ class Given:
 
     def kwarg(self, name: str, value: Callable[[int | None], Any]) -> dict[str, Any]:
         """One kwarg for all layers at once, or for each of some layers its own."""
-        if self.layers == EVERY:
+        if self.layers == EVERY and not self.by_layer:
             return {name: value(None)}
         return kf.per_layer({layer: {name: value(layer)} for layer in self.layers})
 

@@ -324,7 +324,7 @@ ROWS = [
         "prefix_kvs",
         lambda f: {"prefix_kv": {name: random(L, B, *size[:2], 7) for name, size in prefix_sizes(f).items()}},
         prefix_sizes,
-        lambda g: {"prefix_kv": dict(g.leaves)},
+        lambda g: g.kwarg("prefix_kv", lambda n: {k: t if n is None else t[n] for k, t in g.leaves.items()}),
         cache=filled,
         ahead=P,
     ),

@@ -40,16 +40,24 @@ def of_call(row: Row, x: Mapping[str, Tensor], rows: slice, seq: slice, key: sli
 
 
 def ours(
-    row: Row, family: str, remote: Any, hidden: Tensor, x: Mapping[str, Tensor], layers: tuple[int, ...] = EVERY
+    row: Row,
+    family: str,
+    remote: Any,
+    hidden: Tensor,
+    x: Mapping[str, Tensor],
+    layers: tuple[int, ...] = EVERY,
+    by_layer: bool = False,
 ) -> Tensor:
     """A call of a flow."""
-    kwargs = row.given(given(row, family, x, layers))
+    kwargs = row.given(given(row, family, x, layers, by_layer))
     return row.run(family, remote, hidden, {**of_call(row, x, slice(None), PROMPT, PROMPT), **kwargs})
 
 
-def given(row: Row, family: str, x: Mapping[str, Tensor], layers: tuple[int, ...] = EVERY) -> Given:
+def given(
+    row: Row, family: str, x: Mapping[str, Tensor], layers: tuple[int, ...] = EVERY, by_layer: bool = False
+) -> Given:
     mine = {name: value for name, value in x.items() if name not in row.call_sizes}
-    return Given(family, mine, layers, any(value.shape[1] > 1 for value in mine.values()))
+    return Given(family, mine, layers, any(value.shape[1] > 1 for value in mine.values()), by_layer)
 
 
 def places(

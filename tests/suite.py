@@ -118,7 +118,9 @@ def generate(row: Row, family: str, dtype: torch.dtype) -> Compared:
 # ---- derivatives
 
 
-def functions(row: Row, family: str, dtype: torch.dtype, rows: int, cut: int = B) -> tuple[Any, Any, dict[str, Tensor]]:
+def functions(
+    row: Row, family: str, dtype: torch.dtype, rows: int, cut: int = B, by_layer: bool = False
+) -> tuple[Any, Any, dict[str, Tensor]]:
     """A weighted sum of the result as ours and as the oracle's, a function of hidden and the leaves; and these."""
     x = {"hidden": inputs(dtype), **leaves(row, family, dtype, rows=rows)}
     remote = flow(family, TWO, dtype).options(batch_tokens=cut * S)
@@ -131,7 +133,7 @@ def functions(row: Row, family: str, dtype: torch.dtype, rows: int, cut: int = B
 
     def remotely(*values: Tensor) -> Tensor:
         named = dict(zip(x, values, strict=True))
-        return summed(ours(row, family, remote, named.pop("hidden"), named))
+        return summed(ours(row, family, remote, named.pop("hidden"), named, by_layer=by_layer))
 
     def locally(*values: Tensor) -> Tensor:
         named = dict(zip(x, values, strict=True))
@@ -187,6 +189,29 @@ def double_backward(row: Row, family: str, dtype: torch.dtype) -> Compared:
     return [(name, *pair) for name, *pair in zip(x, twice(remotely), twice(locally), strict=True)]  # type: ignore[misc]
 
 
+def by_layer(row: Row, family: str, dtype: torch.dtype) -> Compared:
+    """Given layer by layer, for every layer: torch.func's derivatives of every leaf, as plain autograd's of the oracle.
+
+    What is computed of such a kwarg before it is sent must be the caller's transform's, too.
+    """
+    remotely, locally, x = functions(row, family, dtype, B, by_layer=True)
+    hidden, *values = x.values()
+    along = [random(*v.shape, seed=50 + i, dtype=dtype) for i, v in enumerate(values)]
+    leaves = [value.clone().requires_grad_() for value in values]
+    expected = torch.autograd.grad(locally(hidden, *leaves), leaves)
+    pushed = sum((g * v).sum() for g, v in zip(expected, along, strict=True))
+
+    def of_leaves(*values: Tensor) -> Tensor:
+        return remotely(hidden, *values)
+
+    several = [torch.stack([value, tangent]) for value, tangent in zip(values, along, strict=True)]
+    each = torch.stack([of_leaves(*values), of_leaves(*along)])
+    found = zip(x.keys() - {"hidden"}, grad(of_leaves, tuple(range(len(values))))(*values), expected, strict=True)
+    named: Compared = [(f"grad of a leaf, {name}", *pair) for name, *pair in found]  # type: ignore[misc]
+    pair = jvp(of_leaves, tuple(values), tuple(along))[1], torch.as_tensor(pushed)
+    return [*named, ("jvp", *pair), ("vmap", vmap(of_leaves)(*several), each)]
+
+
 # ---- what is wrong
 
 
@@ -233,6 +258,7 @@ DERIVATIVES: dict[str, Callable[[Row, str, torch.dtype], Compared]] = {
     "vmap": mapped,
     "jvp": tangent,
     "double backward": double_backward,
+    "by layer": by_layer,
 }
 REFUSALS: dict[str, Callable[[Row, str], None]] = {"unknown name": unknown_name, "wrong shape": wrong_shape}
 COMPARISONS = VALUES | DERIVATIVES
@@ -268,6 +294,8 @@ def applies(row: Row, family: str, check: str) -> bool:
     if refusing(row, family):
         return False
     spec = schema_of(family).kwargs[row.kwarg]
+    if check == "by layer" and (spec.points or spec.group == "call"):  # edits name their layers always
+        return False
     if check in DERIVATIVES:
         x = {name: random(*size) for name, size in row.call_sizes.items()}
         own = {axes for name, (_, axes) in row.call(x).items() if name == row.kwarg}

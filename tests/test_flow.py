@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import subprocess
 import sys
 import textwrap
@@ -385,6 +386,21 @@ def test_a_request_that_is_too_large_is_the_caller_s() -> None:
         assert len(requests) == 4
 
 
+def test_torchs_older_vmap_is_refused_in_words() -> None:
+    """autograd.grad(is_grads_batched=True) and functional.jacobian(vectorize=True), in both modes."""
+    remote, x, v = flow("llama", TWO), random(1, 3, HIDDEN), random(HIDDEN).requires_grad_()
+
+    def some(v: Tensor) -> Tensor:
+        return remote(x, steer={1: v})[0, -1, :3]
+
+    batched = functools.partial(torch.autograd.grad, some(v), v, torch.eye(3), is_grads_batched=True)
+    jacobian = functools.partial(torch.autograd.functional.jacobian, some, v, vectorize=True)
+    for call in (batched, jacobian, functools.partial(jacobian, strategy="forward-mode")):
+        with pytest.raises(UnsupportedError, match=r"older vmap.*use torch.func.jacrev"):
+            call()
+    assert_close(torch.func.jacrev(some)(v), torch.autograd.functional.jacobian(some, v))
+
+
 def test_a_deadline_is_kept() -> None:
     go = threading.Event()
 
@@ -514,7 +530,7 @@ LAST_WORDS = """
     from kwflow import link
 
     hidden, large = torch.zeros(1, 1, 32), torch.zeros(1000, 1000)
-    link.submit(flow._acall(hidden, {"large": large}, graded=False))
+    link.submit(flow.acall(hidden, large=large))
     time.sleep(0.2)
 """
 

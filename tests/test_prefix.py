@@ -15,6 +15,7 @@ from torch.func import grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kwflow as kf
+from kwflow import link
 from kwflow.blocks import LiftFloat32, with_block_fn
 from kwflow.errors import AxesError, CallerError, KwargError, SessionError, ShapeError
 from kwflow.verify import exact_match
@@ -277,6 +278,7 @@ def test_derivatives_of_any_order(name: str) -> None:
         "jvp": lambda fn: jvp(fn, (k, v), turns)[1],
         "vmap": lambda fn: vmap(fn)(*several),
         "vmap of k alone": lambda fn: vmap(fn, in_dims=(0, None))(several[0], v),
+        "vmap of v alone": lambda fn: vmap(fn, in_dims=(None, 0))(k, several[1]),
         "vmap of grad": lambda fn: vmap(grad(fn))(*several),
         "reverse over reverse": lambda fn: grad(lambda u: (grad(fn)(u, v) * turns[0]).sum())(k),
         "forward over reverse": lambda fn: jvp(grad(fn, argnums=1), (k, v), turns)[1],
@@ -556,7 +558,7 @@ def test_a_worker_checks_what_arrives() -> None:
     hop = plan.route[0]
     part, _ = bound.part(None, hop.span)
     with pytest.raises(ShapeError, match=r"prefix = 2, expected 4.*said by worker"):
-        plan.run(plan._asker.send(hop, part, (), [x["hidden"], *part.tensors]))
+        link.run(plan._asker.send(hop, part, (), [x["hidden"], *part.tensors]))
     assert_bits(remote(**x, prefix_kv=prefix), expected("llama", x, prefix))
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import random as python_random
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,6 +33,7 @@ from kwflow.errors import (
 from kwflow.swarm.hello import FEATURES
 from kwflow.swarm.worker import Served
 from kwflow.wire import Message
+from tests import tiny
 from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close, cache_name, residual
 from tests.tiny import (
@@ -641,3 +643,32 @@ def test_a_view_of_any_kind_may_stay_the_same_from_step_to_step() -> None:
             with flow("llama", TWO).session(6) as session:
                 outs.append(torch.cat([session.step(part, steer={1: vector}) for part in hidden.split(1, 1)], 1))
         assert_bits(*outs, what)
+
+
+# ---------------------------------------------------------------- a block_fn's own kwargs
+
+
+def test_what_a_block_fn_needs_is_needed_in_steps_and_in_generate_too() -> None:
+    """A kwarg without a default: given at each step, and missed where it is not."""
+
+    def louder(params, hidden, /, *, block, gain: kf.Axes["layer hidden | hidden"], **kw):
+        return hidden + gain * (block(params, hidden, **kw) - hidden)
+
+    remote = tiny.make_flow("llama", tiny.TWO, block_fn=louder, own_ends=True)
+    x, gain = tiny.random(2, 4, tiny.HIDDEN), torch.full((tiny.HIDDEN,), 2.0)
+    mask = tiny.left_padded([0, 1], 4)
+    with remote.session(8) as session:
+        with pytest.raises(KwargError, match="need 'gain'"):
+            session.step(x[:, :3], attention_mask=mask[:, :3])
+        outs = [session.step(x[:, :3], attention_mask=mask[:, :3], gain=gain), session.step(x[:, 3:], gain=gain)]
+    assert_close(torch.cat(outs, 1)[mask.bool()], remote(x, attention_mask=mask, gain=gain)[mask.bool()])
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(tiny.folder("llama"), flow=remote)
+    ids, hf = tiny.ids(1, 4), copy.deepcopy(tiny.huggingface("llama"))
+
+    def twice(_: Any, args: Any, out: Any) -> Any:
+        return args[0] + gain * (out - args[0])
+
+    for layer in hf.model.layers:
+        layer.register_forward_hook(twice)
+    call = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    assert torch.equal(model.generate(ids, gain=gain, **call), hf.generate(ids, **call))

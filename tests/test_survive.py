@@ -287,6 +287,53 @@ def test_no_route_says_what_was_tried_inside_the_deadline() -> None:
     assert time.monotonic() - began < 0.5, "no wait for a worker that the caller blocks himself"
 
 
+@pytest.mark.parametrize("in_session", [False, True], ids=["call", "step"])
+def test_the_wait_for_a_route_and_the_run_have_one_deadline(in_session: bool) -> None:
+    swarm, go = swarm_of([(0, 4)]), threading.Event()
+
+    def busy(params: Any, hidden: Tensor, /, *, block: Any, **kw: Any) -> Tensor:
+        go.wait(20)
+        return block(params, hidden, **kw)
+
+    served = swarm.flow.peers.pool.transport._accept[swarm.names[0]].__self__  # type: ignore[attr-defined]
+    x, flow = random(B, S, D), swarm.flow.options(timeout=1.0)
+    flow(x)
+    served.spec = kf.blocks.with_block_fn(served.spec, busy, "busy")
+    swarm.kill(0)
+    with pytest.raises(NoRoute):
+        flow.options(timeout=0.3)(x)
+    threading.Timer(0.7, swarm.revive, [0]).start()
+    began = time.monotonic()
+    with pytest.raises((kf.errors.DeadlineError, NoRoute)):
+        flow.session(8).step(x) if in_session else flow(x)
+    assert 0.9 < time.monotonic() - began < 1.5
+    go.set()
+
+
+def test_a_callers_mistake_is_raised_at_once_without_a_route() -> None:
+    """By what the layers took when they were met last; what would be right waits for a worker."""
+    swarm = swarm_of(SPLITS["two"][:3])
+    x, flow = random(B, S, D), swarm.flow.options(timeout=20)
+    flow(x)
+    swarm.kill(1)
+    with pytest.raises(NoRoute):
+        swarm.flow.options(timeout=0.2)(x)
+    began = time.monotonic()
+    for wrong, error in ({"steer": {40: x[0, 0]}}, kf.errors.SpanError), ({"stear": x}, kf.errors.UnknownKwarg):
+        for call in (
+            flow,
+            lambda x, **kw: flow.capture({"resid": [1]}, x, **kw),
+            lambda x, **kw: flow.session(8).step(x, **kw),
+            lambda x, **kw: asyncio.run(flow.acall(x, **kw)),
+            flow.check,
+        ):
+            with pytest.raises(error):
+                call(x, **wrong)
+    assert time.monotonic() - began < 5
+    threading.Timer(0.3, swarm.revive, [1]).start()
+    assert flow(x, steer={1: x[0, 0]}).shape == x.shape
+
+
 def test_a_callers_error_is_not_tried_again() -> None:
     swarm = swarm_of(SPLITS["another like it"])
     swarm.hidden.clear()
@@ -486,7 +533,7 @@ def test_a_reorder_that_was_rolled_back_acts_once(mode: str, interrupted: bool) 
             if lost and interrupted:  # the step goes on to its end, and is taken again
                 assert session._stages is not None
                 step = Step(S, random(B, 1, D, seed=9), Bound(0, LAYERS), tuple(session._reorders))
-                link.run(session._stages.step(step, swarm.flow))
+                link.run(session._stages.step(step, True, swarm.flow.retry()))
             for at in range(5):
                 if lost and at in (1, 3):
                     swarm.kill(lost[at // 2])
@@ -543,7 +590,7 @@ def test_an_interrupted_step_that_ends_after_a_rollback_is_not_repeated(mode: st
         session.rollback(S)
         assert session._stages is not None
         late = Step(S + 2, random(B, 1, D, seed=3), Bound(0, LAYERS))
-        link.run(session._stages.step(late, swarm.flow))
+        link.run(session._stages.step(late, True, swarm.flow.retry()))
         swarm.kill(0)
         torch.testing.assert_close(session.step(more), expected, atol=5e-6, rtol=5e-5)
         assert len(session.replays) == 1 and session.replays[0].steps == 1
@@ -711,9 +758,8 @@ def test_an_interrupted_step_that_does_not_end_is_given_up() -> None:
 
         connection.handle = hanging
         step = Step(S, x, Bound(0, LAYERS))
-        session._running = link.submit(
-            session._stages.step(step, flow.options(timeout=60))
-        )  # an interrupt leaves it so
+        work = session._stages.step(step, False, flow.options(timeout=60).retry())  # type: ignore[union-attr]
+        session._running = link.submit(work)  # an interrupt leaves it so
         with pytest.raises(kf.errors.DeadlineError, match="the step that was interrupted"):
             session.step(x)
         assert torch.equal(session.step(x), expected[1])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kwflow.ask import wait
 from kwflow.errors import KwflowError
 from kwflow.notebook import pages
-from kwflow.retry import Hop, Known, Peers
+from kwflow.retry import Hop, Known, Peers, Retry
 
 if TYPE_CHECKING:
     from kwflow.bound import Span
@@ -22,7 +22,8 @@ def flow_page(title: str, layers: int, span: Span, peers: Peers, blocked: Collec
     """A map of workers × layers: who serves which, computes how, and takes part in the next call."""
     route, said = list[Hop](), ""
     try:
-        route = wait(peers.route(*span, blocked), LOOK_SECONDS, "a look at the workers")
+        retry = Retry(peers, LOOK_SECONDS, blocked)
+        route = peers.snapshot(*span, blocked) or wait(retry, retry.route_at_once(*span), span)
     except KwflowError as error:
         said = f"no route for the next call: {error}"
     bars = [_bar(worker, route, blocked) for worker in peers.known()]
