@@ -29,8 +29,8 @@ Projections = Mapping[str, tuple[int, int]]  # by dotted name in the layer: feat
 Adapter = Mapping[str, Any]  # of one projection: "lora": {A, B, scale[, rows]}, "ia3": Axed or {scale, rows}
 
 _READ = "kf.adapters.read(folder)"
-LORA = ("A", "B", "scale", "rows")
-IA3 = ("scale", "rows")
+LORA_KEYS = ("A", "B", "scale", "rows")
+IA3_KEYS = ("scale", "rows")
 
 
 # ---- from what a caller gives to what a block gets ---------------------------------------------------------------
@@ -120,7 +120,7 @@ def _names(projections: Projections) -> str:
 def _lora(value: Any, sizes: Mapping[str, int], what: str, own_layer: bool) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise KwargError(f"{what} is a {type(value).__name__}; it takes {{'A': tensor, 'B': tensor, 'scale': number}}")
-    _known(value, LORA, what)
+    _known(value, LORA_KEYS, what)
     rows = value.get("rows")
     whose = "[batch]" if rows is None else "adapter"
     free: dict[str, int] = {}  # A's rank is B's, and so is the number of adapters
@@ -142,8 +142,8 @@ def _lora(value: Any, sizes: Mapping[str, int], what: str, own_layer: bool) -> d
 def _ia3(value: Any, sizes: Mapping[str, int], what: str, own_layer: bool) -> Axed | dict[str, Axed]:
     if not isinstance(value, Mapping):
         return _leaf(value, "[batch]", ("out", "in"), sizes, {}, what, own_layer)
-    _known(value, IA3, what)
-    if missing := [key for key in IA3 if value.get(key) is None]:
+    _known(value, IA3_KEYS, what)
+    if missing := [key for key in IA3_KEYS if value.get(key) is None]:
         raise KwargError(f"{what} has no {missing[0]!r}; it takes a tensor, or {{'scale': tensor, 'rows': tensor}}")
     free: dict[str, int] = {}
     scale = _leaf(value["scale"], "adapter", ("out", "in"), sizes, free, f"{what}['scale']", own_layer)

@@ -27,6 +27,7 @@ from kwflow.errors import (
     WorkerFull,
 )
 from kwflow.flow import Flow
+from kwflow.link import InProcess
 from kwflow.retry import Hop, Known
 from kwflow.schema import Schema
 from kwflow.swarm.hello import read as read_hello
@@ -285,7 +286,7 @@ def in_process(served: Sequence[Served], *, checkpoint: str = "") -> KnownPeers:
     """Peers for workers of this process, through the same bytes as the network."""
     names = [f"here-{number:03d}" for number in range(len(served))]  # as long as what is shown of a peer id
     view = [_Here(name, one) for name, one in zip(names, served, strict=True)]
-    transport = link.InProcess({name: one.accept for name, one in zip(names, served, strict=True)})
+    transport = InProcess({name: one.accept for name, one in zip(names, served, strict=True)})
     pool = link.Pool(transport)
 
     async def neighbours(peer: str, layer: int, message: Message) -> Message:
