@@ -42,7 +42,7 @@ class Worker:
         return not self.faulty.dead
 
     @asynccontextmanager
-    async def _announce(self, ttl: float) -> Any:
+    async def _announce(self, before: int) -> Any:
         self.listed = True
         yield
         self.listed = False

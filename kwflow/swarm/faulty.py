@@ -19,7 +19,6 @@ from kwflow.blocks import SpanSpec
 from kwflow.errors import KwargError, WorkerFailed, WorkerFull, to_wire
 from kwflow.link import Connection, Cut
 from kwflow.swarm import late
-from kwflow.swarm.directory import RENEW_SECONDS, TTL_SECONDS
 from kwflow.swarm.faults import (
     Corrupt,
     Die,
@@ -39,7 +38,7 @@ from kwflow.swarm.push import Neighbour
 from kwflow.swarm.worker import Served
 from kwflow.wire import Kind, Message, dumps, frame, frames
 
-Announce = Callable[[float], AbstractAsyncContextManager[None]]  # for so many seconds at a time
+Announce = Callable[[int], AbstractAsyncContextManager[None]]  # given how often it was announced before
 
 
 @dataclass
@@ -84,7 +83,7 @@ class Faulty:
         self._armed: list[_Armed] = []
         self._announce: Announce | None = None
         self._announced: AsyncExitStack | None = None
-        self._ttl = TTL_SECONDS
+        self._listings = 0  # times that it was announced
 
     @property
     def spec(self) -> SpanSpec:
@@ -180,10 +179,10 @@ class Faulty:
         if not shown and self._announced is not None:
             announced, self._announced = self._announced, None
             await announced.aclose()
-            self._ttl += 2 * RENEW_SECONDS  # NOTE [gone] of two records the one that expires later wins
         elif shown and self._announced is None and self._announce is not None:
             self._announced = AsyncExitStack()
-            await self._announced.enter_async_context(self._announce(self._ttl))
+            await self._announced.enter_async_context(self._announce(self._listings))
+            self._listings += 1
 
 
 class FaultyConnection:

@@ -17,7 +17,7 @@ from typing import Any
 from kwflow import __version__
 from kwflow.blocks import SpanSpec, with_block_fn
 from kwflow.models.spans import load_span
-from kwflow.swarm.directory import TTL_SECONDS, WorkerRecord, announced
+from kwflow.swarm.directory import RENEW_SECONDS, TTL_SECONDS, WorkerRecord, announced
 from kwflow.swarm.faulty import Faulty
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.lifetime import Parent, end_group
@@ -88,8 +88,9 @@ async def serve(
             version=__version__,
         )
 
-        def announce(ttl: float = TTL_SECONDS) -> AbstractAsyncContextManager[None]:
-            return announced(node, record, ttl=ttl)
+        def announce(before: int = 0) -> AbstractAsyncContextManager[None]:
+            # NOTE [gone] of two records the one that expires later wins: of a worker that is announced again, the new one
+            return announced(node, record, ttl=TTL_SECONDS + before * 2 * RENEW_SECONDS)
 
         async with announce() if faulty is None else faulty.announced(announce):
             if parent is not None and faulty is not None:
