@@ -89,7 +89,7 @@ async def serve(
         )
 
         def announce(before: int = 0) -> AbstractAsyncContextManager[None]:
-            # NOTE [gone] of two records the one that expires later wins: of a worker that is announced again, the new one
+            # NOTE [gone] of two records the one that expires later wins: the new one of a worker that comes again
             return announced(node, record, ttl=TTL_SECONDS + before * 2 * RENEW_SECONDS)
 
         async with announce() if faulty is None else faulty.announced(announce):
