@@ -41,6 +41,7 @@ class Picked:
     number_BP: Tensor  # the selector's own count (a token position, a place in its list); -1: nothing here
     column_BP: Tensor
     count: int  # places: the most that a row has
+    stop: int  # the column behind the call's or step's last
 
 
 class Capture:
@@ -221,7 +222,7 @@ def pick(at: Any, columns: Columns) -> Picked:
     if is_mask(at):  # which begins at 0 in every step
         index = torch.where(there, column, -1)
     number, column = (_lay_out(t, place, count, fill=-1) for t in (index, column))
-    return Picked(place, number, column, count)
+    return Picked(place, number, column, count, columns.start + index.shape[1])
 
 
 def lower(capture: Any, span: tuple[int, int], columns: Columns) -> list[tuple[tuple[int, ...], dict[str, Any]]]:

@@ -319,11 +319,15 @@ class Flow:
         check_hidden(hidden, self.ends.hidden_size)
         return self.ends.head(hidden)
 
-    def session(self, max_length: int, *, replay: str = "stepwise") -> Any:
-        """Keys and values kept on the workers over steps, up to ``max_length`` columns; a context manager.
+    def session(self, max_length: int | None = None, *, replay: str = "stepwise") -> Any:
+        """Keys and values kept on the workers over steps; a context manager.
 
+        ``max_length``: columns that the workers keep room for from the first step on, and refuse at once where they
+        have too little (WorkerFull). None: room grows as it is needed, and a worker that is full then is replaced by
+        one that is not; workers of older versions keep room for 2048 columns behind the first step's.
         ``replay``: how the steps of a worker that failed are repeated on others: "stepwise", one by one, bitwise the
-        same where the workers' numerics are; "merged", joined where axes allow, faster and equal but for rounding.
+        same where the workers' numerics are; "merged", joined where axes and rotary scaling allow, faster and equal but
+        for rounding.
         """
         from kwflow.session import Session
 

@@ -1,4 +1,4 @@
-"""Keys and values of one session on one worker: explicit, preallocated, written in place.
+"""Keys and values of one session on one worker: explicit, allocated ahead, written in place.
 
 A step names its start column; writing there crops whatever stood behind it, so that interrupt, retry and rollback are
 one mechanism. Imports no transformers: the Hugging Face ``Cache`` around a layer's keys is duck-typed and thrown away.
@@ -13,10 +13,14 @@ from torch import Tensor
 
 
 class KV:
-    """Keys and values of layers ``[start, stop)``: per layer two tensors (batch, kv_head, max_length, head_dim)."""
+    """Keys and values of layers ``[start, stop)``: per layer two tensors (batch, kv_head, room, head_dim).
 
-    def __init__(self, start: int, stop: int, max_length: int):
-        self.span, self.max_length = (start, stop), max_length
+    ``room``: columns to allocate, max_length where that was said. Where it was not, room may become more: a layer's
+    tensors are then copied, bit by bit the same, when it next needs them longer.
+    """
+
+    def __init__(self, start: int, stop: int, max_length: int | None = None):
+        self.span, self.max_length, self.room = (start, stop), max_length, max_length or 0
         self.prefix = 0  # columns that stand before the session's first, of its first step's prefix_kv
         self._layers: dict[int, tuple[Tensor, Tensor] | None] = dict.fromkeys(range(start, stop))
 
@@ -24,14 +28,18 @@ class KV:
         """Put new columns at ``start`` and return views of all columns up to their end."""
         stop = start + keys.shape[2]
         held = self._layers[layer]
-        if held is None:
-            held = self._layers[layer] = self._room(keys), self._room(values)
+        if held is None or held[0].shape[2] < stop:
+            fresh = self._empty(keys), self._empty(values)
+            if held is not None:
+                for new, old in zip(fresh, held, strict=True):
+                    new[:, :, :start] = old[:, :, :start]
+            held = self._layers[layer] = fresh
         for store, new in zip(held, (keys, values), strict=True):
             store[:, :, start:stop] = new
         return held[0][:, :, :stop], held[1][:, :, :stop]
 
-    def _room(self, like: Tensor) -> Tensor:
-        return like.new_empty(*like.shape[:2], self.max_length, like.shape[3])
+    def _empty(self, like: Tensor) -> Tensor:
+        return like.new_empty(*like.shape[:2], self.room, like.shape[3])
 
     def reorder(self, rows: Tensor, length: int) -> None:
         """Take rows in another order (a beam reorder); the prefix and the first ``length`` columns are kept."""
@@ -39,7 +47,7 @@ class KV:
         for layer, held in self._layers.items():
             if held is not None:
                 rows = rows.to(held[0].device)
-                fresh = self._room(held[0][rows, :, :0]), self._room(held[1][rows, :, :0])
+                fresh = self._empty(held[0][rows, :, :0]), self._empty(held[1][rows, :, :0])
                 for new, old in zip(fresh, held, strict=True):
                     new[:, :, :length] = old[:, :, :length].index_select(0, rows)
                 self._layers[layer] = fresh

@@ -2,8 +2,8 @@
 
     Stage.take(step) -> outputs, Stage.keep(step);  replay(steps, stages): the same steps again, elsewhere
 
-Steps are repeated one by one (bitwise the same where the workers' numerics are), or ``merged`` into as few as axes
-allow (faster, equal within the usual tolerances).
+Steps are repeated one by one (bitwise the same where the workers' numerics are), or ``merged`` into as few as axes and
+rotary scaling allow (faster, equal within the usual tolerances).
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from kwflow.prefix import NAME as PREFIX
 from kwflow.prefix import length as prefix_length
 from kwflow.progress import progress
 from kwflow.retry import Hop
+from kwflow.schema import Scaling
 from kwflow.wire import Message
 
+# columns behind the first step's of a session whose length nobody said, on workers of older versions, which cannot grow
+FIXED_ROOM = 2048
 CONTROL = ("attention_mask", "position_ids")  # joined by columns
 
 Reorder = tuple[int, list[int]]  # its number, and which row each row was
@@ -88,7 +91,7 @@ class Stage:
     """One worker of a session: its channel, the kwargs that it holds, and the steps that it took."""
 
     hop: Hop
-    max_length: int
+    max_length: int | None
     channel: link.Channel | None = None
     held: Bound | None = None  # the kwargs of its last step, unless nobody knows
     steps: list[Step] = field(default_factory=list)
@@ -111,7 +114,9 @@ class Stage:
         bound = step.bound.copied(same, held or Bound(*hop.span))  # what is sent is what is remembered
         meta: dict[str, Any] = {"op": "step", "span": [hop.start, hop.stop], "start": step.start}
         if step.start == 0:
-            meta |= {"max_length": self.max_length, "session": self.name}
+            meta["session"] = self.name
+            if (columns := self._room(step)) is not None:
+                meta["max_length"] = columns
         if step.reorders:
             meta["reorder"] = [[number, rows] for number, rows in step.reorders]
         try:
@@ -133,6 +138,12 @@ class Stage:
         if handed is not None:
             self.next = handed.to and handed.to.name
         return outputs
+
+    def _room(self, step: Step) -> int | None:
+        """How many columns the worker is to keep room for, from the first step on; None: as many as come."""
+        if self.max_length is None and "grows" not in self.hop.hello.get("features", ()):
+            return prefix_length(step.bound) + step.stop + FIXED_ROOM
+        return self.max_length
 
     def _handing(self, handed: Handed) -> dict[str, Any]:
         meta: dict[str, Any] = {} if handed.first else {"from": handed.number, "wait": round(handed.wait, 1)}
@@ -216,34 +227,47 @@ def folded(reorders: Sequence[Reorder], ends: Collection[int]) -> list[Reorder]:
 # ---- steps joined into fewer -------------------------------------------------------------------------------------
 
 
-def merged(steps: Sequence[Step], position: int) -> list[Step]:
-    """The first ``position`` columns of a history in as few steps as axes allow, without captures and reorders."""
-    found, before = _settled(steps, position), 0
+def merged(steps: Sequence[Step], position: int, scaling: Scaling) -> list[Step] | None:
+    """The first ``position`` columns of a history in as few steps as axes and ``scaling`` allow, without captures and
+    reorders. None where a step's rest, after a rollback or a reorder, would have another scale than the step had."""
     ahead = prefix_length(steps[0].bound) if steps else 0
+    found = list[Step]()
+    for step, rest in _settled(steps, position):
+        if _scale(scaling, step, ahead) != _scale(scaling, rest, ahead):
+            return None
+        found.append(rest)
+    before = 0
     while len(found) != before:  # pairs, then pairs of those: what was joined is copied a few times only
-        before, found = len(found), _in_pairs(found, ahead)
+        before, found = len(found), _in_pairs(found, ahead, scaling)
     return found
 
 
-def _in_pairs(steps: Sequence[Step], ahead: int) -> list[Step]:
+def _scale(scaling: Scaling, step: Step, ahead: int) -> tuple[int, ...]:
+    """Which rotary scale a step's keys have."""
+    given = step.bound.call().get("position_ids")
+    return scaling.of(ahead + step.stop if given is None else int(given.tensor.max()) + 1)
+
+
+def _in_pairs(steps: Sequence[Step], ahead: int, scaling: Scaling) -> list[Step]:
     found: list[Step] = []
     number = 0
     while number < len(steps):
         pair = steps[number : number + 2]
-        joined = _join(*pair, ahead) if len(pair) == 2 else None
+        alike = len({_scale(scaling, step, ahead) for step in pair}) == 1  # so is the longer one's, which is the pair's
+        joined = _join(*pair, ahead) if len(pair) == 2 and alike else None
         found.append(steps[number] if joined is None else joined)
         number += 1 if joined is None else 2
     return found
 
 
-def _settled(steps: Sequence[Step], position: int) -> list[Step]:
-    """Each step with the columns that were not rolled back, in the order that the rows have now."""
-    found: list[Step] = []
+def _settled(steps: Sequence[Step], position: int) -> list[tuple[Step, Step]]:
+    """Each step, and its columns that were not rolled back, in the order that the rows have now."""
+    found: list[tuple[Step, Step]] = []
     stop, rows = position, None  # which row of the step each row is now
     for step in reversed(steps):
         kept = min(stop, step.stop) - step.start
         if kept > 0:
-            found.append(_cut(step, kept, rows))
+            found.append((step, _cut(step, kept, rows)))
         for _, order in reversed(step.reorders):
             index = torch.tensor(order)
             rows = index if rows is None else index[rows]

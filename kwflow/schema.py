@@ -47,20 +47,54 @@ class Spec:
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """How rotary scaling depends on a call's length: its highest position + 1.
+
+    Keys keep the scale of the step that made them: steps give the same when they are joined only if ``of`` says the
+    same of each and of all together.
+    """
+
+    borders: tuple[int, ...] = ()  # up to such a length there is one scale, beyond it another (longrope)
+    beyond: int | None = None  # from here on each length has its own (dynamic)
+
+    def of(self, length: int) -> tuple[int, ...]:
+        """Which scale a call of this length has."""
+        own = length if self.beyond is not None and length > self.beyond else 0
+        return (*(border for border in self.borders if border < length), own)
+
+    def joined(self, other: Scaling) -> Scaling:
+        """Where layers of both kinds are."""
+        ends = [one.beyond for one in (self, other) if one.beyond is not None]
+        return Scaling(tuple(sorted({*self.borders, *other.borders})), min(ends, default=None))
+
+    @classmethod
+    def from_json(cls, said: Mapping[str, Any]) -> Scaling:
+        """Raises KwargError, and what else nonsense makes Python raise."""
+        borders, beyond = said.get("borders", []), said.get("beyond")
+        if not all(type(length) is int for length in [*borders, *([] if beyond is None else [beyond])]):
+            raise KwargError(f"scaling is {said!r:.80}")
+        return cls(tuple(borders), beyond)
+
+
+@dataclass(frozen=True)
 class Schema:
-    """The kwargs that a span's blocks take, the model's sizes, names refused with the reason, and the projections."""
+    """The kwargs that a span's blocks take, the model's sizes, names refused with the reason, the projections, and how
+    what the blocks make depends on a call's length."""
 
     kwargs: Mapping[str, Spec]
     sizes: Mapping[str, int]
     refused: Mapping[str, str] = field(default_factory=dict)
     projections: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # by dotted name: features in and out
+    scaling: Scaling = Scaling()
 
     def to_json(self) -> dict[str, Any]:
         kwargs = {
             name: {**vars(spec), "forms": [[s, list(k)] for s, k in spec.forms]} for name, spec in self.kwargs.items()
         }
         projections = {name: list(sizes) for name, sizes in self.projections.items()}
-        return {"kwargs": kwargs, "sizes": dict(self.sizes), "refused": dict(self.refused), "projections": projections}
+        said = {"kwargs": kwargs, "sizes": dict(self.sizes), "refused": dict(self.refused), "projections": projections}
+        scaling = {"borders": list(self.scaling.borders), "beyond": self.scaling.beyond}
+        return said if self.scaling == Scaling() else {**said, "scaling": scaling}
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> Schema:
@@ -79,7 +113,8 @@ class Schema:
         projections = {name: (int(a), int(b)) for name, (a, b) in projections.items()}
         if not {"hidden", "head", "head_dim"} <= sizes.keys() or not all(type(size) is int for size in sizes.values()):
             raise KwargError(f"sizes are {sizes!r:.80}")
-        return cls(kwargs, sizes, dict(said["refused"]), projections)
+        scaling = Scaling.from_json(said.get("scaling", {}))  # an older worker does not say
+        return cls(kwargs, sizes, dict(said["refused"]), projections, scaling)
 
 
 # ---- the built-in kwargs -----------------------------------------------------------------------------------------
@@ -108,9 +143,10 @@ def schema(
     points: tuple[str, ...] = (),
     looked_at: tuple[str, ...] = (),
     projections: Mapping[str, tuple[int, int]] | None = None,
+    scaling: Scaling = Scaling(),
 ) -> Schema:
     """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits and
-    captures act; ``looked_at``: where captures alone do; ``projections``: where adapters do."""
+    captures act; ``looked_at``: where captures alone do; ``projections``: where adapters do; ``scaling``: rotary."""
     at_points = {"edit": Spec(points=points), "capture": Spec(points=(*points, *looked_at))}
     kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, "prefix_kv": PREFIX_KV, **at_points}
     if projections:
@@ -119,4 +155,4 @@ def schema(
         kwargs["head_mask"] = HEAD_MASK
     if positions:
         kwargs["position_ids"] = POSITION_IDS
-    return Schema(kwargs, sizes, refused, projections or {})
+    return Schema(kwargs, sizes, refused, projections or {}, scaling)

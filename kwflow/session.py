@@ -37,21 +37,24 @@ MODES = ("stepwise", "merged")
 
 
 class Session:
-    """Steps of one batch through a flow; made by ``flow.session(max_length=)``.
+    """Steps of one batch through a flow; made by ``flow.session()``.
 
-        with flow.session(max_length=64) as s:
+        with flow.session() as s:
             out = s.step(**flow.inputs(["The weather in Paris is"]))      # (1, 5, hidden)
             out = s.step(**s.inputs(next_ids), steer={12: v})             # (1, 1, hidden)
 
     ``position``: columns so far; ``prefix``: columns of the first step's prefix_kv before them, for which max_length
-    has room too. A remembered attention_mask is extended by ones when a step gives none. When a worker fails, others
-    take its place and its steps again, as ``mode`` says (``replay=``), and the step goes on; ``replays`` tells.
+    has room too; where that is None, room grows as it is needed. A remembered attention_mask is extended by ones when a
+    step gives none. When a worker fails, others take its place and its steps again, as ``mode`` says (``replay=``), and
+    the step goes on; ``replays`` tells.
     """
 
-    def __init__(self, flow: Flow, max_length: int, replay: str = "stepwise"):
+    def __init__(self, flow: Flow, max_length: int | None = None, replay: str = "stepwise"):
         columns = as_int(max_length)
-        if columns is None or columns < 1:
-            raise SessionError(f"max_length is {max_length!r}; give the number of columns to keep room for")
+        if max_length is not None and (columns is None or columns < 1):
+            raise SessionError(
+                f"max_length is {max_length!r}; give the number of columns to keep room for, or None: room grows"
+            )
         if replay not in MODES:
             raise KwargError(f"replay is {replay!r:.40}; a session repeats its steps {' or '.join(map(repr, MODES))}")
         self.flow, self.max_length, self.mode = flow, columns, replay
@@ -219,7 +222,8 @@ class Session:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self.closed else f"columns {self.prefix + self.position} of {self.max_length}"
+        of = "" if self.max_length is None else f" of {self.max_length}"
+        state = "closed" if self.closed else f"columns {self.prefix + self.position}{of}"
         state += f" with a prefix of {self.prefix}" if self.prefix else ""
         return f"Session({self.flow.ends.name}, layers {self.flow.start}:{self.flow.stop}, {state}, batch {self.batch})"
 
@@ -240,7 +244,7 @@ class Session:
 
     def _ready(self, hidden: Tensor) -> None:
         if self.closed:
-            raise SessionError("the session is closed; open another with flow.session(max_length=)")
+            raise SessionError("the session is closed; open another with flow.session()")
         check_hidden(hidden, self.flow.ends.hidden_size)
         if self.batch is not None and hidden.shape[0] != self.batch:
             raise SessionError(f"the session has {self.batch} rows, hidden is {describe(hidden)}")
@@ -254,7 +258,7 @@ class Session:
                 f"step (rollback(0) begins again)"
             )
         ahead = self.prefix if start else given
-        if ahead + stop > self.max_length:
+        if self.max_length is not None and ahead + stop > self.max_length:
             also = f" behind a prefix of {ahead}" if ahead else ""
             raise SessionError(f"columns {start}:{stop}{also} do not fit max_length {self.max_length}")
         return ahead

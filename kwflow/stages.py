@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class Stages:
     """``stages``: one worker each, in the order of their layers; ``replays``: what took whose place."""
 
-    def __init__(self, hops: Sequence[Hop], max_length: int, mode: str, pool: link.Pool):
+    def __init__(self, hops: Sequence[Hop], max_length: int | None, mode: str, pool: link.Pool):
         self.stages = [Stage(hop, max_length) for hop in hops]
         self.max_length, self.mode, self.pool = max_length, mode, pool
         self.replays: list[Replay] = []
@@ -212,13 +212,13 @@ class Stages:
         again = old.given_up
         # should this step end here: who was full may have room for the next one
         old.given_up = again or isinstance(error, WorkerFull)
-        steps, freeing = self._history(old, step.start), list(FREED_SECONDS)
+        (steps, reordered), freeing = self._history(old, step.start), list(FREED_SECONDS)
         while True:
             hops = [old.hop]
             if not again:
                 hops = await retry.route(*old.hop.span, like=old.hop, misfit=_misfit(old, step))
             try:
-                new = await self._rebuilt(old, steps, hops, self._nan)
+                new = await self._rebuilt(steps, reordered, hops, self._nan)
             except WorkerFailed as failure:
                 if isinstance(failure, WorkerFull) and failure.peer == old.hop.peer and freeing:
                     await asyncio.sleep(freeing.pop(0))  # it holds what the old channel had, still
@@ -231,10 +231,7 @@ class Stages:
         if hops != [old.hop]:
             self._note(old, step, str(error), hops, len(steps), time.monotonic() - began)
 
-    async def _rebuilt(self, old: Stage, steps: Sequence[Step], hops: Sequence[Hop], nan: bool) -> list[Stage]:
-        reordered = old.reordered
-        if self.mode == "merged":
-            reordered = max([reordered, *(number for step in old.steps for number, _ in step.reorders)])
+    async def _rebuilt(self, steps: Sequence[Step], reordered: int, hops: Sequence[Hop], nan: bool) -> list[Stage]:
         new = [Stage(hop, self.max_length, reordered=reordered) for hop in hops]
         try:
             await replay(steps, new, self.pool, nan=nan)
@@ -246,11 +243,11 @@ class Stages:
     async def _doubt(self, number: int, retry: Retry, step: Step) -> bool:
         """NaN from input without any: whether another worker says otherwise, and then takes this one's place."""
         old, began = self.stages[number], time.monotonic()
-        steps = self._history(old, step.start)
+        steps, reordered = self._history(old, step.start)
         while others := await retry.others(old.hop, _misfit(old, step)):
             new = list[Stage]()
             try:
-                new = await self._rebuilt(old, steps, others, nan=False)
+                new = await self._rebuilt(steps, reordered, others, nan=False)
                 outputs = await replay([step], new, self.pool, keep=False, nan=True)
             except WorkerFailed as error:
                 retry.failed(error)
@@ -272,11 +269,13 @@ class Stages:
         self._nan = True
         return False
 
-    def _history(self, stage: Stage, position: int) -> list[Step]:
-        """The steps that would bring another worker to where this one is."""
-        if self.mode == "merged":
-            return merged(stage.steps, position)
-        return [step for step in stage.steps if step.start < position]  # one behind it ended after a rollback
+    def _history(self, stage: Stage, position: int) -> tuple[list[Step], int]:
+        """The steps that would bring another worker to where this one is, and the last reorder that their rows have."""
+        if self.mode == "merged" and (joined := merged(stage.steps, position, stage.hop.schema.scaling)) is not None:
+            done = (number for step in stage.steps for number, _ in step.reorders)
+            return joined, max([stage.reordered, *done])
+        steps = [step for step in stage.steps if step.start < position]  # one behind it ended after a rollback
+        return steps, stage.reordered
 
     def _note(self, old: Stage, step: Step, reason: str, hops: Sequence[Hop], steps: int, seconds: float) -> None:
         exact = all(told.bitwise for told in self.replays)  # what is rounded otherwise once stays so

@@ -284,6 +284,28 @@ def test_captures_are_those_of_the_final_sequences(mode: str, at: Any) -> None:
     assert early or mode != "ending early"
 
 
+@pytest.mark.parametrize("at", ["all", [30], "prompt[-1]"], ids=str)
+def test_captures_of_beams_where_all_columns_are_taken_again(at: Any) -> None:
+    """longrope changes its scale at 32: what went on has that, what had ended what was before."""
+    model, remote = huggingface("phi3_longrope"), flow("phi3_longrope", TWO)
+    ours: Any = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)
+    given = {"input_ids": ids(2, 29, seed=4), "attention_mask": torch.ones(2, 29).long(), "max_new_tokens": 8}
+    ended = [*range(1, 64, 3)]
+    acts, lengths = kf.Capture(resid=[L - 1], at=at), set[bool]()
+    sequences = ours.generate(
+        **given, num_beams=4, num_return_sequences=4, eos_token_id=ended, pad_token_id=0, capture=acts
+    )
+    for row, tokens in enumerate(sequences):
+        ran = next((n for n in range(29, len(tokens)) if int(tokens[n]) in ended), len(tokens) - 1)
+        lengths.add(ran > 32)
+        mask = torch.ones(1, ran).long()
+        whole = residual(model, embedded(model, tokens[None, :ran], mask), attention_mask=mask)[0]
+        columns = [c for c in {"all": range(ran), "prompt[-1]": [28]}.get(str(at), at) if c < ran]
+        assert acts.mask[row].sum() == len(columns), f"row {row}"
+        assert_close(acts["resid", L - 1][row, : len(columns)], whole[columns], f"row {row}", small=not columns)
+    assert lengths == {True, False}
+
+
 def embedded(model: Any, tokens: Tensor, mask: Tensor) -> Tensor:
     """What goes into the first layer, positions counted as generate does."""
     kept: list[Tensor] = []

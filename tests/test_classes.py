@@ -153,7 +153,7 @@ def test_a_checkpoint_of_a_classifier_needs_no_language_model_head(tmp_path: Pat
 def test_a_cache_says_which_session_it_is() -> None:
     model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("llama"), flow=make_flow("llama", TWO))
     said = repr(model(ids(2, 4), use_cache=True).past_key_values)
-    assert said.startswith("RemoteCache(Session(") and "columns 4 of" in said
+    assert said.startswith("RemoteCache(Session(") and "columns 4, batch 2" in said
 
 
 @every_family

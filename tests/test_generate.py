@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
-from kwflow.errors import KwargError, SpanError, UnknownKwarg, UnsupportedError
+from kwflow.errors import KwargError, SessionError, SpanError, UnknownKwarg, UnsupportedError
 from tests.marks import quickly
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of, with_prompts
+from tests.oracle import hooked as having
 from tests.tiny import (
     HIDDEN,
     LAYERS,
@@ -447,6 +448,92 @@ def test_forward_with_a_cache_is_a_session(pair: tuple[Any, Any]) -> None:
 
     with pytest.raises(KwargError, match="DynamicCache"):
         model(ids(2, 1), **{name: DynamicCache(config=local.config)})
+
+
+def test_a_conversation_goes_on_as_far_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the room that its session had at first, and past max_position_embeddings, which nothing bounds here."""
+    monkeypatch.setattr("kwflow.swarm.worker.FIRST_ROOM", 8)
+    remote, local = make_flow("llama", TWO, own_ends=True), huggingface("llama")
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("llama"), flow=remote)
+    name, both = cache_name(local), []
+    for one in (model, local):
+        first = generated(one, {"return_dict_in_generate": True}, {"input_ids": ids(2, 4)})
+        longer = torch.cat([first.sequences, ids(2, 60, seed=9)], 1)
+        both.append(one.generate(longer, max_new_tokens=3, do_sample=False, **{name: first[name]}))
+        out = one(ids(2, 4), use_cache=True)
+        both[-1] = both[-1], one(ids(2, 70, seed=1), **{name: out[name]}).logits
+    assert torch.equal(both[0][0], both[1][0])
+    assert_bits(both[0][1], both[1][1])
+    assert out[name].get_max_length() == -1 == model(ids(1, 2), use_cache=True)[name].get_max_length()
+
+
+def lora_hooks(local: nn.Module, a: Tensor, b: Tensor) -> list[Any]:
+    """Add what row ``r`` of ``a`` (layer, batch, rank, in) and ``b`` makes to each o_proj; beams stand row by row."""
+
+    def hook(number: int) -> Any:
+        def after(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
+            rows = [t[number].repeat_interleave(len(out) // t.shape[1], 0) for t in (a, b)]
+            return out + args[0] @ rows[0].transpose(1, 2) @ rows[1].transpose(1, 2)
+
+        return after
+
+    return [(layer.self_attn.o_proj, "post", hook(n)) for n, layer in enumerate(layers_of(local))]  # type: ignore[union-attr]
+
+
+def at_columns(v: Tensor, first: int, last: int) -> Callable[[int, Tensor, Tensor], Tensor]:
+    """Add at layer 1, at columns ``first`` to ``last``; a step of one column is far behind the prompt."""
+
+    def edit(layer: int, _: Tensor, out: Tensor) -> Tensor:
+        column = torch.arange(out.shape[1]) if out.shape[1] > 1 else torch.tensor([98])
+        there = (first <= column) & (column <= last)
+        return torch.where(there[:, None], out + v, out) if layer == 1 else out
+
+    return edit
+
+
+def test_where_transformers_takes_all_columns_again() -> None:
+    """phi3 drops its cache where longrope changes its scale: edits, adapters and captures stand as before."""
+    local, remote = huggingface("phi3_longrope"), make_flow("phi3_longrope", TWO, own_ends=True)
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("phi3_longrope"), flow=remote)
+    given, acts = {"input_ids": ids(2, 29, seed=3), "attention_mask": left_padded([0, 3], 29)}, kf.Capture(resid=[2])
+    a, b = random(LAYERS, 2, 2, D, seed=1), random(LAYERS, 2, D, 2, seed=2)
+    lora = {"o_proj": {"A": kf.axes(a, "layer batch rank in"), "B": kf.axes(b, "layer batch out rank")}}
+    beams, steer = {"num_beams": 2}, {1: kf.axes(VB, "batch hidden")}
+    cases: list[tuple[dict[str, Any], dict[str, Any], Any]] = [
+        ({}, {"edit": kf.add(V, 1, at="generated")}, hooked(local, at_columns(V, 29, 99))),
+        ({}, {"edit": kf.add(V, 1, at="prompt[-1]")}, hooked(local, at_columns(V, 28, 28))),
+        (beams, {"steer": steer}, hooked(local, adding({1: VB[:, None]}))),
+        (beams, {"lora": lora}, having(lora_hooks(local, a, b))),
+        ({"return_dict_in_generate": True}, {"capture": acts}, hooked(local, lambda _, __, out: out)),
+    ]
+    for way, own, theirs in cases:
+        config = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        ours = model.generate(**given, **{**config, **way}, **own)
+        with theirs:
+            expected: Any = local.generate(**given, **{**config, **way})  # type: ignore[operator]
+        assert torch.equal(ours.sequences, expected.sequences), f"{own}"
+        for mine, want in zip(ours.logits, expected.logits, strict=True):
+            assert_close(mine, want, f"{own}")
+    mask = torch.cat([given["attention_mask"], torch.ones(2, 7).long()], 1)
+    assert acts.mask.sum(1).tolist() == mask.sum(1).tolist(), "each column once"
+    kept: list[Tensor] = []
+    with hooked(local, lambda layer, _, out: kept.append(out) or out if layer == 2 else out):
+        local(expected.sequences[:, :-1], attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+    assert_close(acts["resid", 2][0], kept[0][0])
+    assert_close(acts["resid", 2][1, :-3], kept[0][1, 3:])
+
+
+def test_a_prefix_that_all_columns_are_taken_again_behind_is_given_again() -> None:
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(
+        folder("phi3_longrope"), flow=make_flow("phi3_longrope", TWO, own_ends=True)
+    )
+    kv = {n: random(LAYERS, 1, 2, 3, D // 4, seed=i) for i, n in enumerate(("k", "v"), 7)}
+    given = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "prefix_kv": kv}
+    whole = model.generate(ids(1, 29), max_new_tokens=6, **given)
+    assert_close(whole.logits[-1], model(whole.sequences[:, :-1], prefix_kv=kv).logits[:, -1])
+    first, name = model.generate(ids(1, 29), max_new_tokens=2, **given), cache_name(huggingface("phi3_longrope"))
+    with pytest.raises(SessionError, match="prefix_kv before them came with an earlier call"):
+        model.generate(first.sequences, max_new_tokens=6, **{name: first[name]})
 
 
 def test_from_pretrained(tmp_path: Any) -> None:

@@ -563,6 +563,34 @@ def test_keys_and_values_have_a_budget() -> None:
     settle(remote, [0, 0])
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_room_grows_where_nobody_said_how_much(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The values are those of a session that had it all, to the bit; workers that cannot grow are asked for much."""
+    monkeypatch.setattr("kwflow.swarm.worker.FIRST_ROOM", 4)
+    if older:
+        monkeypatch.setattr("kwflow.swarm.hello.FEATURES", tuple(f for f in FEATURES if f != "grows"))
+    x, mask, column = random(B, 24, D), left_padded([0, 2, 5], 6), B * 2 * 2 * (HIDDEN // 2) * 4
+    kv = {n: random(LAYERS, 1, 2, 3, D // HEADS, seed=i) for i, n in enumerate(("k", "v"), 7)}
+    remote, outs, used = make_flow("llama", TWO), list[Tensor](), list[int]()
+    for length in (30, None):
+        with torch.no_grad(), remote.session(length) as s, Requests(remote) as requests:
+            out, used = [s.step(x[:, :6], attention_mask=mask, prefix_kv=kv)], kv_used(remote)
+            for at in range(6, 16):
+                if at == 13:
+                    s.reorder([1, 1, 0])
+                out.append(s.step(x[:, at : at + 1]))
+            s.rollback(12)
+            out += [s.step(x[:, 12:22]), s.step(x[:, 22:])]
+            outs.append(torch.cat(out, 1))
+            first = [request.meta.get("max_length") for _, request, _ in requests.seen if request.meta["start"] == 0]
+            assert first == [length or (3 + 6 + 2048 if older else None)] * 2
+            assert ("of 30" in repr(s)) == bool(length) and "columns 27" in repr(s)
+            assert older or length or [n // column for n in kv_used(remote)] == [36, 36]
+    held = sum(t.nbytes for t in kv.values()) // 2 + mask.numel()
+    assert older or used == [9 * column + held] * 2, "at first, what the step needs"
+    assert_bits(*outs)
+
+
 @pytest.mark.slow
 def test_an_abandoned_session_frees_its_room() -> None:
     import gc

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from kwflow.errors import (
 from kwflow.replay import Step, folded
 from kwflow.wire import Message
 from tests import tiny
+from tests.here import HereSwarm
 from tests.mortal import Swarm, nonsense
 from tests.tiny import random
 
@@ -229,6 +232,7 @@ def test_captured_heads_and_patterns_of_other_sizes_are_a_failure() -> None:
         lambda said: {**said, "schema": {}},
         lambda said: {**said, "schema": {"kwargs": 1}},
         lambda said: {**said, "schema": {**said["schema"], "sizes": {"hidden": D}}},
+        lambda said: {**said, "schema": {**said["schema"], "scaling": {"borders": ["8"]}}},
         lambda said: {**said, "schema": {**said["schema"], "kwargs": {"steer": {"points": "resid"}}}},
         lambda said: {**said, "limits": None},
         lambda said: {**said, "limits": {"batch_tokens": "many"}},
@@ -355,6 +359,32 @@ def test_a_full_worker_is_passed_over_and_said_where_there_is_no_other() -> None
         with pytest.raises(WorkerFull, match="no room"), swarm.flow.session(8) as third:
             third.step(random(B, S, D))
     assert not swarm.flow.peers._bans  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_is_full_hands_a_session_that_grows_to_one_that_is_not() -> None:
+    """Nobody said how long it becomes: what it had is repeated elsewhere, and where there is nowhere, it is said."""
+    column = 2 * 4 * tiny.KV_HEADS * D // tiny.HEADS * 4  # keys and values of a row, 4 layers, floats
+    x, outs = random(1, 24, D), list[Tensor]()
+    for limits in ({}, {"kv_bytes": 20 * column}):
+        swarm = Swarm("llama", (0, 4), (0, 4), **limits)
+        with swarm.flow.session() as session, swarm.flow.session(8) as other:
+            out = [session.step(x[:, :6])]
+            (hop,) = session._hops
+            if limits:
+                other.flow = swarm.flow.options(peers_blocked=[n for n in swarm.names if n != hop.peer])
+                other.step(x[:, :8])
+            out += [session.step(x[:, at : at + 1]) for at in range(6, 20)]
+            outs.append(torch.cat(out, 1))
+            if limits:
+                (told,) = session.replays
+                assert "no room for 13 columns" in told.reason and told.bitwise and told.position == 12
+                assert sum(tiny.kv_used(swarm.flow)) == (8 + 20) * column
+                with pytest.raises(WorkerFull, match="no room for .* columns of a session of 1 rows × 4 layers"):
+                    session.step(x[:, 20:21])
+                other.close()
+                assert session.rollback(8) is None and session.step(x[:, 8:9]).shape == (1, 1, D)
+        tiny.settle(swarm.flow, [0, 0])
+    assert torch.equal(*outs)
 
 
 # ---------------------------------------------------------------- NaN
@@ -676,6 +706,66 @@ def test_merged_joins_what_can_be_joined() -> None:
         session.step(random(B, 1, D))
         assert session.replays[0].steps == 2
         assert swarm.asked(3) == 3, "steered, plain, and the one at hand"
+
+
+@functools.cache
+def rescaled(kind: str) -> Path:
+    """A model whose rotary scale is another one beyond 8 columns; dynamic: at each length another."""
+    import transformers
+
+    longrope = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 3.0, 4.0]}
+    rope = {**longrope, "original_max_position_embeddings": 8} if kind == "longrope" else {"factor": 4.0}
+    config = tiny.config("llama")
+    config.num_hidden_layers, config.max_position_embeddings = 2, 64 if kind == "longrope" else 8
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 1e4, **rope}
+    torch.manual_seed(0)
+    model, where = transformers.AutoModelForCausalLM.from_config(config), tiny._root() / f"llama-{kind}"
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, 0, 0.3)
+    model.save_pretrained(where)
+    return where
+
+
+@pytest.mark.parametrize(
+    ("what", "joined"),  # how many steps are repeated of longrope's, and of dynamic's
+    [
+        ("columns", (2, 7)),
+        ("positions", (2, 9)),
+        ("prefix", (2, 10)),
+        ("a rollback into a step", (11, 11)),
+        ("a row with other positions is lost", (12, 12)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_merged_joins_no_steps_of_other_rotary_scales(kind: str, what: str, joined: tuple[int, int]) -> None:
+    """Keys have the scale of the length that they were made at, and a joined step has one."""
+    swarm, x = HereSwarm(rescaled(kind), [(0, 1), (1, 2), (1, 2)]), random(2, 20, D)
+    kv = {n: random(2, 1, tiny.KV_HEADS, 3, D // 4, seed=i) for i, n in enumerate(("k", "v"), 7)}
+
+    def run(lost: bool) -> tuple[Tensor, Any]:
+        with swarm.flow().session(20 + 3, replay="merged") as s:
+            first: dict[str, Any] = {"prefix_kv": kv} if what == "prefix" else {}
+            if what == "positions":
+                first["position_ids"] = torch.arange(2, 5)[None]
+            if what.startswith("a row"):
+                first["position_ids"] = torch.stack([torch.arange(3), torch.arange(3) + 6])
+            s.step(x[:, :3], **first)
+            if what.startswith("a rollback"):
+                s.step(x[:, 3:11])
+                s.rollback(5)
+            for at in range(s.position, 14):
+                if what.startswith("a row") and at == 13:
+                    s.reorder([0, 0])
+                s.step(x[:, at : at + 1])
+            if lost:
+                swarm.kill([one.peer for one in swarm.workers].index(s._hops[-1].peer))
+            return torch.cat([s.step(x[:, at : at + 1]) for at in range(14, 18)], 1), s.replays
+
+    (want, _), (got, (told,)) = run(False), run(True)
+    assert told.steps == joined[kind == "dynamic"]
+    torch.testing.assert_close(got, want, atol=5e-6, rtol=5e-5)
+    swarm.close()
 
 
 @pytest.mark.slow

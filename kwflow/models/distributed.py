@@ -135,14 +135,8 @@ class Distributed:
         if cache is not None and not isinstance(cache, RemoteCache):
             raise KwargError(f"{name} is a {type(cache).__name__}; give the cache that this model returned")
         if cache is None and wanted and not self._differentiates([*own.values(), call.get("inputs_embeds")]):
-            ahead = columns_of({**during.get().kwargs, **own})
-            return RemoteCache(self.flow.session(ahead + self._room()), prefix=self.tuning.length)
+            return RemoteCache(self.flow.session(), prefix=self.tuning.length)
         return cache
-
-    def _room(self) -> int:
-        """Columns of a session whose length nobody said."""
-        most = getattr(self.config, "max_position_embeddings", None) or 2048  # type: ignore[attr-defined]
-        return min(most, 2048)
 
     def _differentiates(self, values: Sequence[Any]) -> bool:
         if not torch.is_grad_enabled():
@@ -222,14 +216,20 @@ def _tensors_of(value: Any) -> Any:
 
 @functools.cache
 def distributed(hf: type, mixin: type = Distributed) -> type:
-    """``hf`` with ``mixin`` before it; forward keeps hf's signature: generate and Trainer decide by it what to pass."""
+    """``hf`` with ``mixin`` before it, with hf's signatures: generate and Trainer decide by them what to pass."""
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mixin.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+    def signed(name: str) -> Callable[..., Any]:
+        own = getattr(mixin, name)
 
-    forward.__signature__ = inspect.signature(hf.forward)  # type: ignore[attr-defined]
-    forward.__doc__ = mixin.forward.__doc__  # type: ignore[attr-defined]
-    return type(f"Distributed{hf.__name__}", (mixin, hf), {"forward": forward})
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return own(self, *args, **kwargs)
+
+        method.__name__, method.__doc__ = name, own.__doc__
+        method.__signature__ = inspect.signature(getattr(hf, name))  # type: ignore[attr-defined]
+        return method
+
+    signed_too = [name for name in ("forward", "prepare_inputs_for_generation") if hasattr(mixin, name)]
+    return type(f"Distributed{hf.__name__}", (mixin, hf), {name: signed(name) for name in signed_too})
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from kwflow.captures import Capture
 from kwflow.errors import KwargError, SessionError, UnsupportedError
 from kwflow.models.beams import AtEachStep, returning_beams
 from kwflow.models.distributed import EXTRAS, NOT_SENT, Distributed, During, columns_of, during
-from kwflow.models.prepare import arguments, cache_argument
+from kwflow.models.prepare import CACHE_NAMES, arguments, cache_argument
 from kwflow.models.remote_cache import RemoteCache
 from kwflow.models.spans import quiet
 
@@ -50,11 +50,10 @@ class Generates(Distributed):
         cache_name, mine, ahead = cache_argument(self.forward), None, columns_of(own)
         if call.get(cache_name) is None and call.get("past_key_values") is None:
             repeats = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-            columns = ahead + self.tuning.length + _columns(call, settings)
             if settings.return_dict_in_generate:  # the caller gets the cache, and may go on from it
-                session = self.flow.session(max(columns, ahead + self._room()))
+                session = self.flow.session()
             else:
-                session = mine = self.flow.session(columns)
+                session = mine = self.flow.session(ahead + self.tuning.length + _columns(call, settings))
             call[cache_name] = RemoteCache(session, repeats, self.tuning.length)
         call["use_cache"] = True  # whatever the model's config says (mpt's: no): the session is the cache
         cache = call.get("past_key_values") if call.get(cache_name) is None else call[cache_name]
@@ -88,6 +87,22 @@ class Generates(Distributed):
             return columns, None  # the session counts them
         # of a cache that goes on, the ids may be the new ones alone; the mask has all columns
         return self.tuning.length + mask.shape[1], (self.tuning.length + mask.sum(1)).long().cpu()
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the Hugging Face class's. Where that drops the cache on the way, and takes all columns again, so does the
+        session: phi3's does where longrope's scale changes. Raises SessionError where the prefix_kv is not given again.
+        """
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        name, cache = next(((n, kwargs[n]) for n in CACHE_NAMES if kwargs.get(n) is not None), ("", None))
+        if isinstance(cache, RemoteCache) and inputs.get(name) is None:
+            if cache.session.prefix and not columns_of(during.get().kwargs):
+                raise SessionError(
+                    f"{type(self).__name__} takes all columns again from here on, and the prefix_kv before them came "
+                    f"with an earlier call: give it again, with all tokens and no cache"
+                )
+            cache.reset()
+            inputs[name] = cache
+        return inputs
 
     def _prepare_position_ids_for_generation(self, *args: Any) -> Tensor:
         """transformers counts tokens; those of this call stand behind its prefix."""

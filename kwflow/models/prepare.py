@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from kwflow.blocks import Prepare
 from kwflow.errors import KwargError
 from kwflow.models.families import Family, layer_list, replace_layers
+from kwflow.schema import Scaling
 
 CACHE_NAMES = ("cache", "layer_past", "past_key_values")  # in transformers 5.24, in some of its families, before it
 
@@ -98,6 +99,27 @@ class Fresh(nn.Module):
         return copy.deepcopy(self.rotary)(*args, **kwargs)
 
 
+def scaling(base: nn.Module, family: Family) -> Scaling:
+    """How a base model's rotary scaling depends on a call's length: what transformers' dynamic_rope_update does."""
+    found, children = Scaling(), [child for owner in _owners(base, family) for child in owner.children()]
+    rotary: Any
+    for rotary in filter(_rescales, children):
+        types, said = rotary.rope_type, rotary.config.rope_parameters
+        by_layer = types if isinstance(types, dict) else {None: types}  # gemma3 has one for each type of layer
+        for layer_type, rope_type in by_layer.items():
+            own = said if layer_type is None else said[layer_type]
+            if "dynamic" in rope_type:
+                found = found.joined(Scaling(beyond=int(rotary.max_seq_len_cached)))
+            elif rope_type == "longrope":
+                found = found.joined(Scaling((int(own["original_max_position_embeddings"]),)))
+    return found
+
+
+def _rescales(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding whose scale depends on a call's length."""
+    return any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope"))
+
+
 def recorder(config: Any, base: nn.Module, family: Family, kinds: Sequence[str]) -> Prepare:
     """Turn a base model into its layers' Prepare. ``kinds``: of every layer of the model, in order.
 
@@ -156,7 +178,7 @@ def _hollow(config: Any, base: nn.Module, family: Family, kinds: Sequence[str]) 
                 continue
             if any(True for _ in child.parameters()):
                 setattr(owner, name, Passes())
-            elif any(kind in str(getattr(child, "rope_type", "")) for kind in ("dynamic", "longrope")):
+            elif _rescales(child):
                 setattr(owner, name, Fresh(child))
 
 

@@ -40,6 +40,8 @@ class RemoteLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
+        if self.session.max_length is None:
+            return -1  # transformers' word for no limit
         return self.session.max_length - self.session.prefix - self.hidden
 
     def crop(self, tokens_to_remove: int) -> None:

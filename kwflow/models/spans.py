@@ -18,7 +18,7 @@ from kwflow.models.checkpoint import CONFIG, Checkpoint, find_model, layer_hash,
 from kwflow.models.checkpoint import model_name as model_name
 from kwflow.models.experts import derivable_experts
 from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes, unsupported
-from kwflow.models.prepare import cache_argument, recorder
+from kwflow.models.prepare import cache_argument, recorder, scaling
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
 from kwflow.patterns import PATTERN, attention_path
@@ -132,7 +132,7 @@ def load_span(
     prefix = f"{whole.base_model_prefix}.{family.layers}"
     kept = kept_modules(whole) if mode else []
     fill_buffers(whole, base.get_submodule(family.layers.rpartition(".")[0]), skip=layer_list(base, family))
-    prepare = recorder(whole.config, base, family, kinds)
+    rescales, prepare = scaling(base, family), recorder(whole.config, base, family, kinds)  # which uses base up
     attention = attention_path(whole, modules[0])
     at = {**family.points, **({PATTERN: attention} if attention else {})}
     refused = {"position_ids": family.positions} if family.positions else {}
@@ -143,6 +143,7 @@ def load_span(
         points=("embed", "resid_pre", *family.points, "resid"),
         looked_at=(PATTERN,) if attention else (),
         projections=projections.common(map(projections.find, modules)),
+        scaling=rescales,
     )
     blocks, hashes = [], []
     prefixes = tuple(f"{prefix}.{number}." for number in range(start, stop))

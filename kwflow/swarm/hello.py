@@ -13,7 +13,10 @@ from kwflow.errors import KwargError
 from kwflow.schema import Schema
 from kwflow.wire import PROTOCOL
 
-FEATURES = ("hello", "run", "vjp", "jvp", "vmap", "nested", "float64", "step", "reorder", "rollback", "sent once")
+FEATURES = (
+    *("hello", "run", "vjp", "jvp", "vmap", "nested", "float64"),
+    *("step", "reorder", "rollback", "sent once", "grows"),
+)
 
 
 def hello(spec: SpanSpec, model: str, limits: Mapping[str, int], threads: int) -> dict[str, Any]:

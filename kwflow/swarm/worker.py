@@ -56,6 +56,7 @@ from kwflow.wire import Message
 MAX_NAME = 64
 
 DEFAULT_KV_BYTES = 2 << 30
+FIRST_ROOM = 64  # columns of a session whose length nobody said, at least; doubled when they are full
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Session:
     bytes: int
     length: int = 0
     reordered: int = 0  # the last beam reorder that was applied
-    mask: Tensor | None = None  # (batch, max_length) bool, once a column was masked
+    mask: Tensor | None = None  # (batch, columns that there is room for) bool, once a column was masked
     kwargs: Bound | None = None  # the last step's, on the blocks' device: the next one need not bring them again
     held_bytes: int = 0  # of those
     name: str = ""  # by which other workers bring hidden; "": they may not
@@ -82,9 +83,11 @@ class Session:
         It stays on the CPU, where it came from and where its values are looked at.
         """
         if given is not None and self.mask is None and not bool(given.all()):
-            self.mask = torch.ones(self.batch, self.kv.max_length, dtype=torch.bool)
+            self.mask = torch.ones(self.batch, self.kv.room, dtype=torch.bool)
         if self.mask is None:
             return None
+        if (lacking := self.kv.room - self.mask.shape[1]) > 0:
+            self.mask = torch.cat([self.mask, torch.ones(self.batch, lacking, dtype=torch.bool)], 1)
         self.mask[:, start : start + seq] = True if given is None else given.bool().cpu()
         return self.mask[:, : start + seq]
 
@@ -141,10 +144,10 @@ class Served:
     def close(self) -> None:
         self.compute.stop()
 
-    def kv_size(self, batch: int, max_length: int, layers: int) -> int:
+    def kv_size(self, batch: int, columns: int, layers: int) -> int:
         sizes, item = self.spec.schema.sizes, self.spec.dtype.itemsize
         key_and_value = sum(sizes.get(name, sizes["head_dim"]) for name in ("key_dim", "value_dim"))
-        return batch * max_length * layers * sizes["kv_head"] * key_and_value * item
+        return batch * columns * layers * sizes["kv_head"] * key_and_value * item
 
 
 class ClientConnection:
@@ -244,11 +247,9 @@ class ClientConnection:
             raise SessionError(f"prefix_kv stands before column 0, the step starts at {past}")
         session = self._opened(meta, hidden.shape[0], start, stop)
         ahead = session.kv.prefix if past else ahead
-        if ahead + past + seq > session.kv.max_length:
-            also = f" behind a prefix of {ahead}" if ahead else ""
-            raise SessionError(f"columns {past}:{past + seq}{also} do not fit max_length {session.kv.max_length}")
         if past > session.length:
             raise WorkerFailed(f"this worker holds {session.length} columns of the session, the step starts at {past}")
+        self._make_room(session, ahead, past, past + seq)
         blocks = spec.part(start, stop)
         self._hold(session, bound)
 
@@ -308,6 +309,30 @@ class ClientConnection:
             )
         self.served.kv_used, session.held_bytes = used + size, size
 
+    def _make_room(self, session: Session, ahead: int, start: int, stop: int) -> None:
+        """See that a step of columns ``[start, stop)`` has room. Raises SessionError, WorkerFull.
+
+        A session whose length nobody said gets twice its room, or half of what is free, or what it needs.
+        """
+        served, kv, columns = self.served, session.kv, ahead + stop
+        if columns <= kv.room:
+            return
+        if kv.max_length is not None:
+            also = f" behind a prefix of {ahead}" if ahead else ""
+            raise SessionError(f"columns {start}:{stop}{also} do not fit max_length {kv.max_length}")
+        layers = kv.span[1] - kv.span[0]
+        free = served.limits["kv_bytes"] - served.kv_used
+        most = kv.room + free // served.kv_size(session.batch, 1, layers)
+        if columns > most:
+            raise WorkerFull(
+                f"no room for {columns} columns of a session of {session.batch} rows × {layers} layers, which has "
+                f"{kv.room}: {free / 1e6:.1f} MB are free for more keys and values (fewer rows, or workers with more: "
+                f"kwflow worker --kv-mb)"
+            )
+        room = max(columns, min(max(FIRST_ROOM, 2 * kv.room), (kv.room + most) // 2))
+        more = served.kv_size(session.batch, room - kv.room, layers)
+        served.kv_used, session.bytes, kv.room = served.kv_used + more, session.bytes + more, room
+
     def _opened(self, meta: Mapping[str, Any], batch: int, start: int, stop: int) -> Session:
         if self.session is not None and meta["start"] == 0 and batch != self.session.batch:
             self._release()  # a session that begins again, with other rows
@@ -316,10 +341,11 @@ class ClientConnection:
                 raise WorkerFailed("the channel is closed")
             if meta["start"] > 0:
                 raise WorkerFailed(f"this worker holds no columns of the session, the step starts at {meta['start']}")
-            served, max_length = self.served, read_count(meta, "max_length")
-            if batch < 1 or max_length < 1:
+            served = self.served
+            max_length = read_count(meta, "max_length") if "max_length" in meta else None
+            if batch < 1 or max_length == 0:
                 raise SessionError(f"a session of {batch} rows and {max_length} columns")
-            size = served.kv_size(batch, max_length, stop - start)
+            size = served.kv_size(batch, max_length or 0, stop - start)
             free = served.limits["kv_bytes"] - served.kv_used
             if size > free:
                 raise WorkerFull(
