@@ -1,6 +1,6 @@
 """What one worker is asked in a call, the check of what it answers, and others in its place where it fails.
 
-Plan --hop, its part of the kwargs, operations--> Asker.ask --> one worker, or several in its place
+Plan --hop, its part of the kwargs, operations--> Dispatcher.dispatch --> one worker, or several in its place
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from kwflow import link
 from kwflow.axes import describe
 from kwflow.bound import Bound, Span, plain
 from kwflow.derive import Operations, Perform, evaluate, remote_call
-from kwflow.errors import DeadlineError, WorkerFailed
+from kwflow.errors import DeadlineError, NoRoute, WorkerFailed
+from kwflow.kwargs import Schemas
 from kwflow.prefix import length
 from kwflow.retry import Hop, Misfit, Peers, Retry, lacks
 from kwflow.wire import Message
 
 T = TypeVar("T")
+
+
+Check = Callable[[Schemas], object]  # whether a call's kwargs are what some layers take; raises if not
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,44 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Asker:
-    """Asks workers, as a flow's options say."""
+class Dispatcher:
+    """Brings requests to workers, as a flow's options say."""
 
     peers: Peers
     options: Options
 
     def retry(self) -> Retry:
+        """For one call or step: its routes, until its deadline."""
         return Retry(self.peers, self.options.timeout, self.options.peers_blocked)
+
+    def route(self, span: Span, retry: Retry, check: Check | None = None) -> list[Hop]:
+        """The hops of a call: as they are known on this thread, or else as the network thread finds them.
+
+        ``check`` binds the call's kwargs. Where there is no route now, it is asked by what the layers took last, so
+        that a caller's mistake is raised at once, and does not wait for workers.
+        """
+        if (hops := self.peers.snapshot(*span, self.options.peers_blocked)) is not None:
+            return hops
+        try:
+            return wait(retry, retry.route_at_once(*span), span)
+        except NoRoute:
+            self._check_by_last(span, check)
+            return wait(retry, retry.route(*span), span)
+
+    async def aroute(self, span: Span, retry: Retry, check: Check | None = None) -> list[Hop]:
+        """The async form of :meth:`route`, from any event loop."""
+        if (hops := self.peers.snapshot(*span, self.options.peers_blocked)) is not None:
+            return hops
+        try:
+            return await asyncio.wrap_future(link.submit(retry.route_at_once(*span)))
+        except NoRoute:
+            self._check_by_last(span, check)
+            return await asyncio.wrap_future(link.submit(retry.route(*span)))
+
+    def _check_by_last(self, span: Span, check: Check | None) -> None:
+        schemas = self.peers.last_known(*span)
+        if check is not None and schemas is not None:
+            check(schemas)
 
     async def send(
         self, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
@@ -66,7 +100,7 @@ class Asker:
             raise
         return check_reply(reply.tree, hop, bound, operations, tensors)
 
-    async def ask(
+    async def dispatch(
         self, retry: Retry, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """What a hop's worker answers; if it fails, what others answer in its place, one or several."""
@@ -145,7 +179,7 @@ class Asker:
 
         def perform(operations: Operations, tensors: Sequence[Tensor]) -> list[Tensor | None]:
             retry = self.retry() if within.over else within
-            return wait(retry, self.ask(retry, hop, structure, operations, [*map(plain, tensors)]), hop.span)
+            return wait(retry, self.dispatch(retry, hop, structure, operations, [*map(plain, tensors)]), hop.span)
 
         return perform
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kwflow import link
-from kwflow.ask import Asker, Options, wait
+from kwflow.ask import Dispatcher, Options
 from kwflow.axes import Axed, check_dense, describe
 from kwflow.bound import Bound, Span, is_wrapped
 from kwflow.captures import Capture, pick
-from kwflow.errors import DeadlineError, KwargError, NoRoute, ShapeError, SpanError, UnsupportedError
+from kwflow.errors import DeadlineError, KwargError, ShapeError, SpanError, UnsupportedError
 from kwflow.kwargs import Schemas, in_all
 from kwflow.notebook.reprs import flow_page
 from kwflow.plan import Estimate, Plan, PlanCall, bind, join_rows, schemas_of
@@ -162,13 +162,13 @@ class Flow:
 
     def _outputs(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """Hidden, then what is captured."""
-        with self.retry() as retry:
+        with self.dispatcher.retry() as retry:
             return self._run(self._plan(hidden, kwargs, retry), hidden, retry)
 
     def run_bound(self, hidden: Tensor, bound: Bound) -> Sequence[Tensor]:
         """Run the layers with kwargs that are bound to them already: hidden, then what is captured."""
-        with self.retry() as retry:
-            return self._run(self._cut(self.route(retry), bound, hidden), hidden, retry)
+        with self.dispatcher.retry() as retry:
+            return self._run(self._cut(self.dispatcher.route(self.span, retry), bound, hidden), hidden, retry)
 
     def _run(self, plan: Plan, hidden: Tensor, retry: Retry) -> Sequence[Tensor]:
         tensors = (hidden, *plan.bound.tensors)
@@ -187,7 +187,7 @@ class Flow:
     async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """The async form of a call, from any event loop; without gradients."""
         _no_capture(kwargs)
-        retry = self.retry()
+        retry = self.dispatcher.retry()
         try:
             async with asyncio.timeout(retry.timeout):
                 plan = await self._planned(hidden, kwargs, retry)
@@ -215,40 +215,16 @@ class Flow:
 
     def plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
         """Route and bind one call, without running it."""
-        return self._plan(hidden, kwargs, self.retry())
+        return self._plan(hidden, kwargs, self.dispatcher.retry())
 
     def plan_bound(self, hidden: Tensor, bound: Bound) -> Plan:
         """The same with kwargs that are bound to these layers already."""
-        return self._cut(self.route(self.retry()), bound, hidden)
+        return self._cut(self.dispatcher.route(self.span, self.dispatcher.retry()), bound, hidden)
 
     @property
-    def pushes(self) -> bool:
-        """Whether workers hand a session's steps on to each other."""
-        return self._options.push
-
-    def retry(self) -> Retry:
-        """For one call or step: its routes, until its deadline."""
-        return Asker(self.peers, self._options).retry()
-
-    def route(self, retry: Retry, check: Callable[[Schemas], object] | None = None) -> list[Hop]:
-        """The hops of a call: as they are known on this thread, or else as the network thread finds them.
-
-        ``check`` binds the call's kwargs. Where there is no route now, it is asked by what the layers took last, so
-        that a caller's mistake is raised at once, and does not wait for workers.
-        """
-        hops = self.peers.snapshot(*self.span, self._options.peers_blocked)
-        if hops is not None:
-            return hops
-        try:
-            return wait(retry, retry.route_at_once(*self.span), self.span)
-        except NoRoute:
-            self._check_by_last(check)
-            return wait(retry, retry.route(*self.span), self.span)
-
-    def _check_by_last(self, check: Callable[[Schemas], object] | None) -> None:
-        schemas = self.peers.last_known(*self.span)
-        if check is not None and schemas is not None:
-            check(schemas)
+    def dispatcher(self) -> Dispatcher:
+        """What brings this flow's requests to workers."""
+        return Dispatcher(self.peers, self._options)
 
     def _bind(self, hidden: Tensor, kwargs: Mapping[str, Any], schemas: Schemas) -> Bound:
         """A caller's tensors are computed with on the caller's thread only: torch.func's state is of a thread."""
@@ -258,18 +234,12 @@ class Flow:
     async def _planned(self, hidden: Tensor, kwargs: Mapping[str, Any], retry: Retry) -> Plan:
         """The async form of :meth:`_plan`."""
         check_hidden(hidden, self.ends.hidden_size)
-        route = self.peers.snapshot(*self.span, self._options.peers_blocked)
-        if route is None:
-            try:
-                route = await asyncio.wrap_future(link.submit(retry.route_at_once(*self.span)))
-            except NoRoute:
-                self._check_by_last(functools.partial(self._bind, hidden, kwargs))
-                route = await asyncio.wrap_future(link.submit(retry.route(*self.span)))
+        route = await self.dispatcher.aroute(self.span, retry, functools.partial(self._bind, hidden, kwargs))
         return self._cut(route, self._bind(hidden, kwargs, schemas_of(route)), hidden)
 
     def _plan(self, hidden: Tensor, kwargs: Mapping[str, Any], retry: Retry) -> Plan:
         check_hidden(hidden, self.ends.hidden_size)
-        route = self.route(retry, functools.partial(self._bind, hidden, kwargs))
+        route = self.dispatcher.route(self.span, retry, functools.partial(self._bind, hidden, kwargs))
         return self._cut(route, self._bind(hidden, kwargs, schemas_of(route)), hidden)
 
     def _cut(self, route: Sequence[Hop], bound: Bound, hidden: Tensor) -> Plan:
@@ -302,12 +272,12 @@ class Flow:
 
     def kwargs(self) -> dict[str, Spec]:
         """The kwargs that some of this flow's layers take beside attention_mask and position_ids."""
-        route = self.route(self.retry())
+        route = self.dispatcher.route(self.span, self.dispatcher.retry())
         return {n: spec for hop in route for n, spec in hop.schema.kwargs.items() if spec.group != "call"}
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """What ``lora`` and ``ia3`` may name in all of this flow's layers: features in and out, by dotted name."""
-        route = self.route(self.retry())
+        route = self.dispatcher.route(self.span, self.dispatcher.retry())
         return in_all([hop.schema.projections for hop in route])
 
     def embed(self, input_ids: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
@@ -334,7 +304,7 @@ class Flow:
         if self._options.dtype:
             raise UnsupportedError("a session runs in the workers' dtype; options(dtype=) is for calls")
 
-        return Session(self, max_length, replay)
+        return Session(self.ends, self.dispatcher, self.span, max_length, replay)
 
     def timed(self) -> AbstractContextManager[list[link.Timing]]:
         """Collect where the time of the calls, gradients and steps inside goes: one Timing for each request.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow.ask import Asker, Options, wait
+from kwflow.ask import Dispatcher, Options, wait
 from kwflow.axes import describe, part, part_adjoint
 from kwflow.bound import Bound, Span, is_wrapped, plain
 from kwflow.derive import remote_call
@@ -81,12 +81,12 @@ class Plan:
         return Estimate(tuple(hop.span for hop in self.route), len(self.cuts), tuple(sent), tuple(received))
 
     @property
-    def _asker(self) -> Asker:
-        return Asker(self.peers, self.options)
+    def dispatcher(self) -> Dispatcher:
+        return Dispatcher(self.peers, self.options)
 
     def retry(self) -> Retry:
         """For one call, forward or backward, from now on."""
-        return self._asker.retry()
+        return self.dispatcher.retry()
 
     def split(self, tensors: Sequence[Tensor]) -> list[SubBatch]:
         """The call's rows by sub-batch, each with its part of the kwargs by hop: plain values, for any thread."""
@@ -113,7 +113,7 @@ class Plan:
                 captured = list[Tensor]()
                 for hop, (bound, _) in zip(self.route, batch.parts, strict=True):
                     tensors = [batch.entering[-1], *bound.tensors]
-                    out, *more = _all(await self._asker.ask(retry, hop, bound, (), tensors))
+                    out, *more = _all(await self.dispatcher.dispatch(retry, hop, bound, (), tensors))
                     batch.entering.append(out)
                     captured += more
                 return [batch.entering.pop(), *captured]
@@ -169,7 +169,7 @@ class Plan:
                 continue
             operation = {"vjp": wanted, "given": list(given)}
             tensors = [entering, *bound.tensors, *given.values()]
-            found = await self._asker.ask(retry, hop, bound, (operation,), tensors)
+            found = await self.dispatcher.dispatch(retry, hop, bound, (operation,), tensors)
             answer = dict(zip(wanted, found, strict=True))
             grads = [(1 + keep[i], answer[1 + i], hop.span) for i in leaves]
             gradients += [(number, grad, span) for number, grad, span in grads if grad is not None]
@@ -200,7 +200,7 @@ class Plan:
             hidden, captured = tensors[0] if len(self.cuts) == 1 else tensors[0][rows[0] : rows[1]], list[Tensor]()
             for hop in self.route:
                 bound, _ = self.bound.with_tensors(tensors[1:]).part(rows, hop.span)
-                hidden, *more = remote_call(self._asker.perform(hop, bound, retry), [hidden, *bound.tensors])
+                hidden, *more = remote_call(self.dispatcher.perform(hop, bound, retry), [hidden, *bound.tensors])
                 captured += more
             runs.append([hidden, *captured])
         return join_rows(runs)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from kwflow import link, prefix
+from kwflow.ask import Dispatcher
 from kwflow.axes import Axed, describe
-from kwflow.bound import Bound, is_wrapped, plain
+from kwflow.bound import Bound, Span, is_wrapped, plain
 from kwflow.captures import Capture, pick
 from kwflow.errors import DeadlineError, KwargError, SessionError, ShapeError
-from kwflow.flow import Flow, check_hidden, token_ids
+from kwflow.flow import Ends, check_hidden, token_ids
 from kwflow.kwargs import Schemas
 from kwflow.notebook.reprs import session_page
 from kwflow.plan import bind, schemas_of
@@ -49,7 +50,9 @@ class Session:
     the step goes on; ``replays`` tells.
     """
 
-    def __init__(self, flow: Flow, max_length: int | None = None, replay: str = "stepwise"):
+    def __init__(
+        self, ends: Ends, dispatcher: Dispatcher, span: Span, max_length: int | None = None, replay: str = "stepwise"
+    ):
         columns = as_int(max_length)
         if max_length is not None and (columns is None or columns < 1):
             raise SessionError(
@@ -57,7 +60,8 @@ class Session:
             )
         if replay not in MODES:
             raise KwargError(f"replay is {replay!r:.40}; a session repeats its steps {' or '.join(map(repr, MODES))}")
-        self.flow, self.max_length, self.mode = flow, columns, replay
+        self.ends, self.dispatcher, self.span = ends, dispatcher, span
+        self.max_length, self.mode = columns, replay
         self.position = self.prefix = 0
         self.batch: int | None = None
         self.closed = False
@@ -86,7 +90,7 @@ class Session:
         """
         if phase not in (None, "prompt", "generated"):
             raise SessionError(f"phase is {phase!r}; a step is of the 'prompt' or 'generated'")
-        check_hidden(hidden, self.flow.ends.hidden_size)
+        check_hidden(hidden, self.ends.hidden_size)
         prompt = {None: None, "prompt": self.position + hidden.shape[1], "generated": self._prompt_columns}[phase]
         return self._step(hidden, kwargs, repeats=1, prompt=prompt, prompt_length=prompt_length)
 
@@ -106,7 +110,7 @@ class Session:
         """
         with self._turn:
             self._ready(hidden)
-            retry = self.flow.retry()
+            retry = self.dispatcher.retry()
             capture = kwargs.get("capture")
             if isinstance(capture, Capture):
                 capture.belong(self)
@@ -118,7 +122,7 @@ class Session:
             self._settle(retry)
             step = Step(self.position, plain(hidden).clone(), bound.plain(), tuple(self._reorders))
             self._reorders_sent.add(self._reorder_count)
-            self._running = link.submit(stages.step(step, self.flow.pushes, retry))
+            self._running = link.submit(stages.step(step, self.dispatcher.options.push, retry))
             try:  # an interrupt leaves it running; the next step waits for it
                 out, *captured = self._running.result(retry.patience)
             except TimeoutError as error:
@@ -149,7 +153,7 @@ class Session:
 
     def inputs(self, ids: Tensor | Sequence[str] | str | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Embed the next token ids (batch, seq): positions go on from each row's last token."""
-        tokens, mask = token_ids(self.flow.ends, ids)
+        tokens, mask = token_ids(self.ends, ids)
         mask = mask.cpu()
         if self.batch is not None and tokens.shape[0] != self.batch:
             raise ShapeError(f"token ids are {describe(tokens)}; the session has {self.batch} rows")
@@ -158,10 +162,10 @@ class Session:
         positions = (whole.cumsum(-1) - 1).clamp(min=0)[:, self.position :] + self.prefix
         if self._positions is not None and self.position:
             positions = self._positions[:, -1:] + mask.long().cumsum(-1)
-        out = {"hidden": self.flow.embed(tokens, position_ids=positions.to(tokens.device))}
+        out = {"hidden": self.ends.embed(tokens, positions.to(tokens.device))}
         if not bool(whole.all()):
             out["attention_mask"] = whole
-        return {**out, "position_ids": positions} if self.flow.ends.takes_positions else out
+        return {**out, "position_ids": positions} if self.ends.takes_positions else out
 
     def reorder(self, ids: Sequence[int] | Tensor) -> None:
         """Give the rows another order, with repeats: row ``i`` becomes what row ``ids[i]`` was (a beam reorder)."""
@@ -225,7 +229,7 @@ class Session:
         of = "" if self.max_length is None else f" of {self.max_length}"
         state = "closed" if self.closed else f"columns {self.prefix + self.position}{of}"
         state += f" with a prefix of {self.prefix}" if self.prefix else ""
-        return f"Session({self.flow.ends.name}, layers {self.flow.start}:{self.flow.stop}, {state}, batch {self.batch})"
+        return f"Session({self.ends.name}, layers {self.span[0]}:{self.span[1]}, {state}, batch {self.batch})"
 
     def _repr_html_(self) -> str:
         return session_page(repr(self), [] if self._stages is None else self._stages.stages, self.replays)
@@ -233,8 +237,8 @@ class Session:
     # ---- one step
 
     def _opened(self, retry: Retry, check: Callable[[Schemas], object]) -> Stages:
-        hops = self.flow.route(retry, check)
-        self._stages = Stages(hops, self.max_length, self.mode, self.flow.peers.pool)
+        hops = self.dispatcher.route(self.span, retry, check)
+        self._stages = Stages(hops, self.max_length, self.mode, self.dispatcher.peers.pool)
         self._freed = weakref.finalize(self, free, self._stages)
         return self._stages
 
@@ -245,7 +249,7 @@ class Session:
     def _ready(self, hidden: Tensor) -> None:
         if self.closed:
             raise SessionError("the session is closed; open another with flow.session()")
-        check_hidden(hidden, self.flow.ends.hidden_size)
+        check_hidden(hidden, self.ends.hidden_size)
         if self.batch is not None and hidden.shape[0] != self.batch:
             raise SessionError(f"the session has {self.batch} rows, hidden is {describe(hidden)}")
 
@@ -282,12 +286,12 @@ class Session:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
         sizes = {"batch": batch, "seq": seq, "key": stop}
         of_call = {"attention_mask": mask, "position_ids": positions}
-        called = bind(schemas, self.flow.span, of_call, sizes, complete=False)
+        called = bind(schemas, self.span, of_call, sizes, complete=False)
         remembered, sent = self._columns_of_mask(called, batch, start, stop)
         columns = self._columns(remembered, start, stop, repeats, prompt, prompt_length)
         if prompt is not None:
             self._check_end(start, prompt)
-        bound = bind(schemas, self.flow.span, given, {**sizes, "batch": batch // repeats}, columns)
+        bound = bind(schemas, self.span, given, {**sizes, "batch": batch // repeats}, columns)
         ahead = self._ahead(bound, start, stop)
         if positions is not None:
             own = None if remembered is None else remembered[:, start:]

@@ -558,7 +558,7 @@ def test_a_worker_checks_what_arrives() -> None:
     hop = plan.route[0]
     part, _ = bound.part(None, hop.span)
     with pytest.raises(ShapeError, match=r"prefix = 2, expected 4.*said by worker"):
-        link.run(plan._asker.send(hop, part, (), [x["hidden"], *part.tensors]))
+        link.run(plan.dispatcher.send(hop, part, (), [x["hidden"], *part.tensors]))
     assert_bits(remote(**x, prefix_kv=prefix), expected("llama", x, prefix))
 
 

@@ -563,7 +563,7 @@ def test_a_reorder_that_was_rolled_back_acts_once(mode: str, interrupted: bool) 
             if lost and interrupted:  # the step goes on to its end, and is taken again
                 assert session._stages is not None
                 step = Step(S, random(B, 1, D, seed=9), Bound(0, LAYERS), tuple(session._reorders))
-                link.run(session._stages.step(step, True, swarm.flow.retry()))
+                link.run(session._stages.step(step, True, swarm.flow.dispatcher.retry()))
             for at in range(5):
                 if lost and at in (1, 3):
                     swarm.kill(lost[at // 2])
@@ -620,7 +620,7 @@ def test_an_interrupted_step_that_ends_after_a_rollback_is_not_repeated(mode: st
         session.rollback(S)
         assert session._stages is not None
         late = Step(S + 2, random(B, 1, D, seed=3), Bound(0, LAYERS))
-        link.run(session._stages.step(late, True, swarm.flow.retry()))
+        link.run(session._stages.step(late, True, swarm.flow.dispatcher.retry()))
         swarm.kill(0)
         torch.testing.assert_close(session.step(more), expected, atol=5e-6, rtol=5e-5)
         assert len(session.replays) == 1 and session.replays[0].steps == 1
@@ -848,7 +848,7 @@ def test_an_interrupted_step_that_does_not_end_is_given_up() -> None:
 
         connection.handle = hanging
         step = Step(S, x, Bound(0, LAYERS))
-        work = session._stages.step(step, False, flow.options(timeout=60).retry())  # type: ignore[union-attr]
+        work = session._stages.step(step, False, flow.options(timeout=60).dispatcher.retry())  # type: ignore[union-attr]
         session._running = link.submit(work)  # an interrupt leaves it so
         with pytest.raises(kf.errors.DeadlineError, match="the step that was interrupted"):
             session.step(x)
