@@ -143,7 +143,7 @@ def schema(
     points: tuple[str, ...] = (),
     looked_at: tuple[str, ...] = (),
     projections: Mapping[str, tuple[int, int]] | None = None,
-    scaling: Scaling = Scaling(),
+    scaling: Scaling | None = None,
 ) -> Schema:
     """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits and
     captures act; ``looked_at``: where captures alone do; ``projections``: where adapters do; ``scaling``: rotary."""
@@ -155,4 +155,4 @@ def schema(
         kwargs["head_mask"] = HEAD_MASK
     if positions:
         kwargs["position_ids"] = POSITION_IDS
-    return Schema(kwargs, sizes, refused, projections or {}, scaling)
+    return Schema(kwargs, sizes, refused, projections or {}, scaling or Scaling())
