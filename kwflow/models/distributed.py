@@ -47,6 +47,8 @@ class During:
 NOTHING = During({})
 during: ContextVar[During] = ContextVar("kwflow_during", default=NOTHING)
 
+HOME = "kwflow.huggingface"  # where the families' classes can be imported from, by name
+
 # what transformers' forwards read from their **kwargs, and what its generate leaves there
 EXTRAS = frozenset(
     {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "use_cache", "num_items_in_batch"}
@@ -59,7 +61,7 @@ NOT_SENT = (
 
 
 class Distributed:
-    """A Hugging Face model whose layers are a flow. Mixed in by ``distributed``; made by AutoDistributed….
+    """A Hugging Face model whose layers are a flow. Mixed in by ``distributed``; made by from_pretrained.
 
     Blocks are in eval mode whatever ``train()`` says. ``named_parameters`` and ``state_dict`` are the client's part.
     """
@@ -220,16 +222,24 @@ def _tensors_of(value: Any) -> Any:
     return [_tensors_of(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-@functools.cache
-def distributed(hf: type, mixin: type = Distributed) -> type:
-    """``hf`` with ``mixin`` before it; forward keeps hf's signature: generate and Trainer decide by it what to pass."""
+def distributed(hf: type, *mixins: type) -> type:
+    """``hf`` with mixins before it; forward keeps hf's signature: generate and Trainer decide by it what to pass."""
+    name = f"Distributed{hf.__name__}"
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return mixin.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return Distributed.forward(self, *args, **kwargs)
 
     forward.__signature__ = inspect.signature(hf.forward)  # type: ignore[attr-defined]
-    forward.__doc__ = mixin.forward.__doc__  # type: ignore[attr-defined]
-    return type(f"Distributed{hf.__name__}", (mixin, hf), {"forward": forward})
+    forward.__doc__ = Distributed.forward.__doc__
+    forward.__module__, forward.__qualname__ = HOME, f"{name}.forward"
+    doc = f"""transformers' {hf.__name__}, its layers on a swarm's workers.
+
+    model = kf.{name}.from_pretrained(folder, initial_peers=swarm.peers)
+
+    What it runs before and after the layers is transformers' own. Its methods take the kwargs of the blocks too.
+    from_pretrained makes it, and a subclass, without ``__init__``.
+    """
+    return type(name, (*mixins, hf), {"__module__": HOME, "__doc__": doc, "forward": forward})
 
 
 @functools.cache
