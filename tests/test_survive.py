@@ -304,7 +304,7 @@ def test_the_wait_for_a_route_and_the_run_have_one_deadline(in_session: bool) ->
     flow(x)
     served.spec = kf.blocks.with_block_fn(served.spec, busy, "busy")
     swarm.kill(0)
-    with pytest.raises(NoRoute):
+    with pytest.raises((NoRoute, kf.errors.DeadlineError)):
         flow.options(timeout=0.3)(x)
     threading.Timer(0.7, swarm.revive, [0]).start()
     began = time.monotonic()
@@ -320,7 +320,7 @@ def test_a_callers_mistake_is_raised_at_once_without_a_route() -> None:
     x, flow = random(B, S, D), swarm.flow.options(timeout=20)
     flow(x)
     swarm.kill(1)
-    with pytest.raises(NoRoute):
+    with pytest.raises((NoRoute, kf.errors.DeadlineError)):
         swarm.flow.options(timeout=0.2)(x)
     began = time.monotonic()
     for wrong, error in ({"steer": {40: x[0, 0]}}, kf.errors.SpanError), ({"stear": x}, kf.errors.UnknownKwarg):

@@ -2,10 +2,15 @@
 
 model = kf.AutoDistributedModelForCausalLM.from_pretrained("smollm2-135m", initial_peers=swarm.peers)
 model.generate(**inputs, steer={12: v}, max_new_tokens=40)
+
+An Auto class finds the class of the model's family, as transformers' do; each family's can be imported from
+``kwflow.huggingface``.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,13 +19,14 @@ from typing import Any
 import torch
 
 from kwflow.ask import Options
-from kwflow.errors import KwargError, UnknownKwarg, did_you_mean
+from kwflow.errors import KwargError, ModelError, UnknownKwarg, UnsupportedError, did_you_mean
 from kwflow.flow import Flow
 from kwflow.models.checkpoint import find_model
 from kwflow.models.distributed import Distributed, distributed
 from kwflow.models.ends import ModelEnds, classifier, shared
+from kwflow.models.families import FAMILIES
 from kwflow.models.generation import Generates
-from kwflow.models.spans import model_name, read_config
+from kwflow.models.spans import ModelSpec, model_name, model_spec, read_config
 from kwflow.models.tuning import Prefixed, add_prompts, load_tuned, prefixed, read_tuned
 
 # NOTE [head] SmolLM2's head on such a CPU (AVX2, one thread, torch 2.13), bfloat16 against float32: one token forward
@@ -44,7 +50,15 @@ _ELSEWHERE = {
 
 
 class AutoDistributedConfig:
-    """transformers' own config of a model."""
+    """transformers' own config of a model; ``spec``: what clients and workers need of it besides.
+
+    config = kf.AutoDistributedConfig.from_pretrained("smollm2-135m")  # a LlamaConfig, as AutoConfig's
+    spec = kf.AutoDistributedConfig.spec("smollm2-135m")
+    spec.name, spec.layers, spec.hidden_size  # ('smollm2-135m', 30, 576)
+    """
+
+    # no attributes of the config: transformers writes all of them into its JSON; and no subclass of its class, by the
+    # name of which transformers finds model and tokenizer
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError("use AutoDistributedConfig.from_pretrained(model)")
@@ -54,9 +68,26 @@ class AutoDistributedConfig:
         """Read a model's config, without reading weights. ``model``: a folder, a hub id or an embedded model."""
         return read_config(model)[0]
 
+    @classmethod
+    def spec(cls, model: str | os.PathLike[str]) -> ModelSpec:
+        """Say what clients and workers need of a model, without reading weights, as a ``ModelSpec``.
+
+        Raises ModelError, UnsupportedError.
+        """
+        return model_spec(model)
+
 
 class _Auto:
-    """from_pretrained of the model classes; a class says what stands on the base model."""
+    """from_pretrained of the model classes; a class says what stands on the base model.
+
+    A family's class is a subclass: transformers' own from_pretrained and ``__init__``, which make every layer, are out
+    of reach there.
+    """
+
+    _what: str
+    _table: str  # transformers' own, in models.auto.modeling_auto: from model_type to the name of the class
+    _mixin: type[Distributed] = Distributed
+    _config_names: tuple[str, ...] = ()  # which from_pretrained takes for the config
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError(f"use {type(self).__name__}.from_pretrained(model, initial_peers=…)")
@@ -79,11 +110,13 @@ class _Auto:
         ``flow``: one that is connected already; models over one flow share its embeddings. ``tuning_mode``: "ptune" or
         "deep_ptune", with ``pre_seq_len`` trainable prompts. ``tuned``: a folder of save_pretrained, which says the
         mode too. ``options``: as ``flow.options``. ``dtype``: of the client's part; over bfloat16 workers, on a CPU
-        that has no bfloat16 arithmetic, "float32" gives a fast head (NOTE above). What the checkpoint holds is frozen:
+        that has no bfloat16 arithmetic, "float32" gives a fast head (NOTE [head]). What the checkpoint holds is frozen:
         set ``requires_grad_`` on what is to be trained; prompts, and a head that the checkpoint lacks, are trainable.
+        Raises ModelError where the class is not that of the model's family.
         """
         changes = {name: options.pop(name) for name in cls._config_names if name in options}
         _known(cls, options)
+        kind = cls._class_for(model)
         if tuned is not None:
             if tuning_mode is not None or pre_seq_len is not None:
                 raise KwargError("tuned= says its own tuning_mode and pre_seq_len")
@@ -91,7 +124,8 @@ class _Auto:
             tuning_mode, pre_seq_len = said.get("tuning_mode"), said.get("pre_seq_len")
             changes = {**{k: v for k, v in said.get("labels", {}).items() if k in cls._config_names}, **changes}
         flow = _connected(model, flow, initial_peers, dtype)
-        made, added = cls._make(flow.ends, changes)  # type: ignore[arg-type]
+        module, added = cls._make(flow.ends, changes)  # type: ignore[arg-type]
+        made = shared(module, kind)
         made.flow = flow.options(**options) if options else flow
         made.added = set(added)
         add_prompts(made, tuning_mode, pre_seq_len)
@@ -99,26 +133,49 @@ class _Auto:
             load_tuned(made, tuned)
         elif added:
             warnings.warn(
-                f"{flow.ends.name} has no {', '.join(added)} for {type(made).__name__.removeprefix('Distributed')}: "
+                f"{flow.ends.name} has no {', '.join(added)} for {kind.__name__.removeprefix('Distributed')}: "
                 f"initialised as transformers does, and trainable; train before use",
                 stacklevel=2,
             )
         return made
 
-    _config_names: tuple[str, ...] = ()
+    @classmethod
+    def _class_for(cls, model: str | os.PathLike[str]) -> type:
+        """The class of the model's family, or this one if it is that, or a subclass of it."""
+        model_type = read_config(model)[0].model_type
+        wanted = cls._of(model_type)
+        if not issubclass(cls, Distributed):  # an Auto class
+            return wanted
+        if not issubclass(cls, wanted):
+            auto = next(one for one in AUTOS if issubclass(cls, one))
+            raise ModelError(
+                f"{cls.__name__}.from_pretrained: {model_name(model)} is a {model_type}; use {wanted.__name__}, or "
+                f"{auto.__name__}, which takes every family"
+            )
+        return cls
+
+    @classmethod
+    def _of(cls, model_type: str) -> type:
+        """A family's class. Raises UnsupportedError where transformers has none."""
+        name = _names(cls._table).get(model_type)
+        if name is None:
+            raise UnsupportedError(f"transformers has no {cls._what} for model_type {model_type!r}")
+        return family_class(f"Distributed{name}")
 
     @classmethod
     def _make(cls, ends: ModelEnds, changes: Mapping[str, Any]) -> tuple[Any, list[str]]:
-        """The model without flow and prompts, and the names of parameters that the checkpoint has not."""
+        """The parts of the model, without flow and prompts, and the names of parameters that the checkpoint has not."""
         raise NotImplementedError
 
 
 class AutoDistributedModel(_Auto):
     """Hugging Face's own base model of the family: ``last_hidden_state`` is behind the final norm."""
 
+    _what, _table = "base model", "MODEL_MAPPING_NAMES"
+
     @classmethod
     def _make(cls, ends: ModelEnds, changes: Mapping[str, Any]) -> tuple[Any, list[str]]:
-        return shared(ends.base, distributed(type(ends.base))), []
+        return ends.base, []
 
 
 class AutoDistributedModelForCausalLM(_Auto):
@@ -128,12 +185,14 @@ class AutoDistributedModelForCausalLM(_Auto):
     model.generate(**inputs, steer={12: v}, max_new_tokens=40)
     """
 
+    _what, _table, _mixin = "causal language model", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", Generates
+
     @classmethod
     def _make(cls, ends: ModelEnds, changes: Mapping[str, Any]) -> tuple[Any, list[str]]:
         from transformers import GenerationConfig
 
         ends.check_head()
-        made = shared(ends.shell, distributed(type(ends.shell), Generates))
+        made = shared(ends.shell, type(ends.shell))
         if os.path.exists(os.path.join(ends.folder, "generation_config.json")):
             made.generation_config = GenerationConfig.from_pretrained(ends.folder)
         return made, []
@@ -147,12 +206,37 @@ class AutoDistributedModelForSequenceClassification(_Auto):
     model(**inputs, labels=labels).loss.backward()
     """
 
+    _what, _table = "sequence classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
     _config_names = _LABELS
 
     @classmethod
     def _make(cls, ends: ModelEnds, changes: Mapping[str, Any]) -> tuple[Any, list[str]]:
-        model, added = classifier(ends, changes)
-        return shared(model, distributed(type(model))), added
+        return classifier(ends, changes)
+
+
+# ---- one class for each of transformers'
+
+AUTOS = (AutoDistributedModel, AutoDistributedModelForCausalLM, AutoDistributedModelForSequenceClassification)
+
+
+def _names(table: str) -> Mapping[str, str]:
+    return getattr(importlib.import_module("transformers.models.auto.modeling_auto"), table)
+
+
+@functools.cache
+def class_names() -> Mapping[str, tuple[type[_Auto], str]]:
+    """Every family's classes by name: the Auto class that makes one, and the name of transformers' own."""
+    own = {auto: [_names(auto._table).get(family) for family in sorted(FAMILIES)] for auto in AUTOS}
+    return {f"Distributed{name}": (auto, name) for auto, names in own.items() for name in names if name}
+
+
+@functools.cache
+def family_class(name: str) -> type:
+    """The class of one of ``class_names``, made when it is first asked for."""
+    auto, own = class_names()[name]
+    hf = getattr(importlib.import_module("transformers"), own)
+    # a base model is the one that others stand on, which puts trained prompts before its columns
+    return distributed(prefixed(hf) if auto is AutoDistributedModel else hf, auto, auto._mixin)
 
 
 def _connected(

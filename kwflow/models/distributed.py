@@ -47,6 +47,8 @@ class During:
 NOTHING = During({})
 during: ContextVar[During] = ContextVar("kwflow_during", default=NOTHING)
 
+HOME = "kwflow.huggingface"  # where the families' classes can be imported from, by name
+
 # what transformers' forwards read from their **kwargs, and what its generate leaves there
 EXTRAS = frozenset(
     {"return_dict", "output_attentions", "output_hidden_states", "past_key_values", "use_cache", "num_items_in_batch"}
@@ -58,8 +60,11 @@ NOT_SENT = (
 )
 
 
+SIGNED = ("forward", "prepare_inputs_for_generation")  # whose signatures transformers reads
+
+
 class Distributed:
-    """A Hugging Face model whose layers are a flow. Mixed in by ``distributed``; made by AutoDistributed….
+    """A Hugging Face model whose layers are a flow. Mixed in by ``distributed``; made by from_pretrained.
 
     Blocks are in eval mode whatever ``train()`` says. ``named_parameters`` and ``state_dict`` are the client's part.
     """
@@ -214,22 +219,31 @@ def _tensors_of(value: Any) -> Any:
     return [_tensors_of(one) for one in value] if isinstance(value, list | tuple) else value
 
 
-@functools.cache
-def distributed(hf: type, mixin: type = Distributed) -> type:
-    """``hf`` with ``mixin`` before it, with hf's signatures: generate and Trainer decide by them what to pass."""
+def distributed(hf: type, *mixins: type) -> type:
+    """``hf`` with mixins before it, with hf's signatures: generate and Trainer decide by them what to pass."""
+    name = f"Distributed{hf.__name__}"
+    doc = f"""transformers' {hf.__name__}, its layers on a swarm's workers.
 
-    def signed(name: str) -> Callable[..., Any]:
-        own = getattr(mixin, name)
+    model = kf.{name}.from_pretrained(folder, initial_peers=swarm.peers)
 
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return own(self, *args, **kwargs)
+    What it runs before and after the layers is transformers' own. Its methods take the kwargs of the blocks too.
+    from_pretrained makes it, and a subclass, without ``__init__``.
+    """
+    ours = {method: getattr(mixin, method) for mixin in reversed(mixins) for method in SIGNED if hasattr(mixin, method)}
+    methods = {method: _signed(own, getattr(hf, method), name) for method, own in ours.items()}
+    return type(name, (*mixins, hf), {"__module__": HOME, "__doc__": doc, **methods})
 
-        method.__name__, method.__doc__ = name, own.__doc__
-        method.__signature__ = inspect.signature(getattr(hf, name))  # type: ignore[attr-defined]
-        return method
 
-    signed_too = [name for name in ("forward", "prepare_inputs_for_generation") if hasattr(mixin, name)]
-    return type(f"Distributed{hf.__name__}", (mixin, hf), {name: signed(name) for name in signed_too})
+def _signed(own: Callable[..., Any], theirs: Callable[..., Any], owner: str) -> Callable[..., Any]:
+    """One of our methods with the signature of theirs."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs)
+
+    method.__name__, method.__doc__ = own.__name__, own.__doc__
+    method.__module__, method.__qualname__ = HOME, f"{owner}.{own.__name__}"
+    method.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
+    return method
 
 
 @functools.cache

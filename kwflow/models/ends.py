@@ -97,9 +97,6 @@ def classifier(ends: ModelEnds, changes: Mapping[str, Any]) -> tuple[Any, list[s
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     config = AutoConfig.from_pretrained(ends.folder, **changes)
-    known = AutoModelForSequenceClassification._model_mapping
-    if type(config) not in known:
-        raise UnsupportedError(f"transformers has no sequence classification for model_type {config.model_type!r}")
     with torch.device("meta"), quiet():
         model = AutoModelForSequenceClassification.from_config(config)
     setattr(model, model.base_model_prefix, ends.base)

@@ -228,7 +228,7 @@ def family_of(config: Any) -> Family:
     name = config.model_type
     if name in FAMILIES:
         return FAMILIES[name].vary(FAMILIES[name], config)
-    raise unsupported(name, _why_not(config))
+    raise unsupported(name, why_not(config))
 
 
 def unsupported(name: str, why: str) -> UnsupportedError:
@@ -237,7 +237,7 @@ def unsupported(name: str, why: str) -> UnsupportedError:
     return UnsupportedError(f"{said}; supported: {', '.join(sorted(FAMILIES))}.{did_you_mean(name, FAMILIES)}")
 
 
-def _why_not(config: Any) -> str:
+def why_not(config: Any) -> str:
     """What stands in the way, as far as a config tells."""
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder, and only decoders are served"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
 from kwflow.patterns import PATTERN, attention_path
 from kwflow.progress import progress
-from kwflow.schema import schema
+from kwflow.schema import Schema, schema
 
 
 def read_config(model: str | os.PathLike[str]) -> tuple[Any, str]:
@@ -132,19 +133,9 @@ def load_span(
     prefix = f"{whole.base_model_prefix}.{family.layers}"
     kept = kept_modules(whole) if mode else []
     fill_buffers(whole, base.get_submodule(family.layers.rpartition(".")[0]), skip=layer_list(base, family))
-    rescales, prepare = scaling(base, family), recorder(whole.config, base, family, kinds)  # which uses base up
-    attention = attention_path(whole, modules[0])
+    attention, taken = attention_path(whole, modules[0]), _schema(whole, config, modules)
+    prepare = recorder(whole.config, base, family, kinds)  # which uses base up
     at = {**family.points, **({PATTERN: attention} if attention else {})}
-    refused = {"position_ids": family.positions} if family.positions else {}
-    taken = schema(
-        model_sizes(config),
-        positions=not family.positions,
-        refused=refused,
-        points=("embed", "resid_pre", *family.points, "resid"),
-        looked_at=(PATTERN,) if attention else (),
-        projections=projections.common(map(projections.find, modules)),
-        scaling=rescales,
-    )
     blocks, hashes = [], []
     prefixes = tuple(f"{prefix}.{number}." for number in range(start, stop))
     checkpoint.fetch(sources.names(lambda name: name.startswith(prefixes)))
@@ -172,6 +163,20 @@ def load_span(
     return SpanSpec(start, stop, tuple(blocks), taken, identity, dtype=target, device=where)
 
 
+def _schema(whole: Any, config: Any, modules: Sequence[nn.Module]) -> Schema:
+    """What these layers of a skeleton take, and the model's sizes."""
+    family = family_of(config)
+    return schema(
+        model_sizes(config),
+        positions=not family.positions,
+        refused={"position_ids": family.positions} if family.positions else {},
+        points=("embed", "resid_pre", *family.points, "resid"),
+        looked_at=(PATTERN,) if attention_path(whole, modules[0]) else (),
+        projections=projections.common(map(projections.find, modules)),
+        scaling=scaling(getattr(whole, whole.base_model_prefix), family),
+    )
+
+
 def _read_layer(layer: nn.Module, prefix: str, sources: Sources) -> str:
     """Fill a skeleton's layer with the tensors whose names begin with ``prefix``; the hash of what was read."""
     fill_buffers(sources.model, layer)
@@ -183,6 +188,46 @@ def _read_layer(layer: nn.Module, prefix: str, sources: Sources) -> str:
     layer.load_state_dict(own, assign=True)
     layer.requires_grad_(False).eval()
     return layer_hash(raw)[:16]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What clients and workers need of a model besides its weights; a SpanSpec has the weights of some layers.
+
+    ``name``: what a swarm calls it, unless ``kwflow worker --name`` and ``kf.connect(name=)`` say another. ``family``:
+    transformers' model_type. ``checkpoint``: id of the weights, equal for all who work together; of every tensor the
+    name, dtype, shape and first 4 KiB. ``layers``: how many; ``kinds``: of each, such as "full_attention" or
+    "sliding_attention"; ``layers_name``: of their list in the model, "model.layers". ``dtype``: the checkpoint's; a
+    worker or a client may take another. ``schema``: what a worker of all layers announces: ``.kwargs`` by name,
+    ``.sizes`` by axis, ``.projections`` by name, for adapters, with features in and out.
+    """
+
+    name: str
+    family: str
+    checkpoint: str
+    layers: int
+    hidden_size: int
+    dtype: torch.dtype
+    layers_name: str
+    kinds: tuple[str, ...] = field(repr=False)
+    schema: Schema = field(repr=False)
+
+
+def model_spec(model: str | os.PathLike[str]) -> ModelSpec:
+    """Read a model's config and the heads of its tensors. Raises ModelError, UnsupportedError."""
+    config, folder = read_config(model)
+    family, whole = family_of(config), skeleton(config)
+    return ModelSpec(
+        name=model_name(model),
+        family=config.model_type,
+        checkpoint=Checkpoint(folder).checkpoint_id(),
+        layers=int(config.num_hidden_layers),
+        hidden_size=config.hidden_size,
+        dtype=resolve_dtype(None, config),
+        layers_name=f"{whole.base_model_prefix}.{family.layers}",
+        kinds=tuple(layer_kinds(config)),
+        schema=_schema(whole, config, list(layer_list(getattr(whole, whole.base_model_prefix), family))),
+    )
 
 
 def config_attention(model: Any) -> str:
