@@ -28,8 +28,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 import kwflow as kf
+from kwflow.client.flow import Flow
 from kwflow.errors import DeadlineError, KwflowError, NoRoute
-from kwflow.flow import Flow
 from tests.here import HereSwarm
 from tests.jobs import JOBS, Draw, Sizes, differences
 

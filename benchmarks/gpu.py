@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
-from kwflow.connect import in_process
-from kwflow.flow import Flow
+from kwflow.client.flow import Flow
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span
-from kwflow.swarm.worker import Served
-from kwflow.wire import Message, dumps, loads
+from kwflow.swarm.connect import in_process
+from kwflow.wire.message import Message, dumps, loads
+from kwflow.worker.server import Served
 
 # max|a - b| <= atol + rtol * max|b|, as in the tests
 TOLERANCE = {torch.float32: (1.3e-6, 1e-5), torch.bfloat16: (1.6e-2, 1e-5)}

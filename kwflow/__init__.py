@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from kwflow.version import __version__ as __version__
 
 # name -> module; imported when first used, so that `import kwflow` takes neither torch nor transformers nor hivemind
 _WHERE = {
-    "connect": "kwflow.connect",
+    "connect": "kwflow.swarm.connect",
     "local_swarm": "kwflow.swarm.local",
-    "model_path": "kwflow.models.checkpoint",
+    "model_path": "kwflow.models.files.checkpoint",
     "load_blocks": "kwflow.models.spans",
-    "chain": "kwflow.blocks",
-    "axes": "kwflow.axes",
-    "Axes": "kwflow.axes",
-    "per_layer": "kwflow.kwargs",
-    "stream": "kwflow.verify",
-    "Capture": "kwflow.captures",
-    "add": "kwflow.edits",
-    "put": "kwflow.edits",
-    "scale": "kwflow.edits",
-    "project_out": "kwflow.edits",
-    "sweep": "kwflow.sweep",
-    "grid": "kwflow.sweep",
-    "AutoDistributedConfig": "kwflow.models.auto",
-    "AutoDistributedModel": "kwflow.models.auto",
-    "AutoDistributedModelForCausalLM": "kwflow.models.auto",
-    "AutoDistributedModelForSequenceClassification": "kwflow.models.auto",
+    "chain": "kwflow.blocks.span",
+    "axes": "kwflow.kwargs.axes",
+    "Axes": "kwflow.kwargs.axes",
+    "per_layer": "kwflow.kwargs.bind",
+    "stream": "kwflow.research.verify",
+    "Capture": "kwflow.kwargs.capture",
+    "add": "kwflow.kwargs.edit",
+    "put": "kwflow.kwargs.edit",
+    "scale": "kwflow.kwargs.edit",
+    "project_out": "kwflow.kwargs.edit",
+    "sweep": "kwflow.research.sweep",
+    "grid": "kwflow.research.sweep",
+    "AutoDistributedConfig": "kwflow.huggingface.auto",
+    "AutoDistributedModel": "kwflow.huggingface.auto",
+    "AutoDistributedModelForCausalLM": "kwflow.huggingface.auto",
+    "AutoDistributedModelForSequenceClassification": "kwflow.huggingface.auto",
 }
 _MODULES = ("adapters", "errors", "faults", "notebook", "steering", "verify")
 
@@ -71,28 +69,29 @@ if TYPE_CHECKING:
     from kwflow import notebook as notebook
     from kwflow import steering as steering
     from kwflow import verify as verify
-    from kwflow.axes import Axes as Axes
-    from kwflow.axes import axes as axes
-    from kwflow.blocks import chain as chain
-    from kwflow.captures import Capture as Capture
-    from kwflow.connect import connect as connect
-    from kwflow.edits import add as add
-    from kwflow.edits import project_out as project_out
-    from kwflow.edits import put as put
-    from kwflow.edits import scale as scale
-    from kwflow.kwargs import per_layer as per_layer
-    from kwflow.models.auto import AutoDistributedConfig as AutoDistributedConfig
-    from kwflow.models.auto import AutoDistributedModel as AutoDistributedModel
-    from kwflow.models.auto import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
-    from kwflow.models.auto import (
+    from kwflow.blocks.span import chain as chain
+    from kwflow.faults import injection as faults
+    from kwflow.huggingface.auto import AutoDistributedConfig as AutoDistributedConfig
+    from kwflow.huggingface.auto import AutoDistributedModel as AutoDistributedModel
+    from kwflow.huggingface.auto import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM
+    from kwflow.huggingface.auto import (
         AutoDistributedModelForSequenceClassification as AutoDistributedModelForSequenceClassification,
     )
-    from kwflow.models.checkpoint import model_path as model_path
+    from kwflow.kwargs.axes import Axes as Axes
+    from kwflow.kwargs.axes import axes as axes
+    from kwflow.kwargs.bind import per_layer as per_layer
+    from kwflow.kwargs.capture import Capture as Capture
+    from kwflow.kwargs.edit import add as add
+    from kwflow.kwargs.edit import project_out as project_out
+    from kwflow.kwargs.edit import put as put
+    from kwflow.kwargs.edit import scale as scale
+    from kwflow.models.files.checkpoint import model_path as model_path
     from kwflow.models.spans import load_blocks as load_blocks
+    from kwflow.research.sweep import grid as grid
+    from kwflow.research.sweep import sweep as sweep
+    from kwflow.research.verify import stream as stream
+    from kwflow.swarm.connect import connect as connect
     from kwflow.swarm.local import local_swarm as local_swarm
-    from kwflow.sweep import grid as grid
-    from kwflow.sweep import sweep as sweep
-    from kwflow.verify import stream as stream
 
 
 def __getattr__(name: str) -> Any:
@@ -105,17 +104,6 @@ def __getattr__(name: str) -> Any:
     if name.startswith("Distributed"):  # DistributedLlamaForCausalLM and so on: one for each class of transformers
         return getattr(importlib.import_module("kwflow.huggingface"), name)
     raise AttributeError(f"module 'kwflow' has no attribute {name!r}")
-
-
-class _FrontDoor(ModuleType):
-    """Importing a module binds its name in the package: ``kwflow.axes`` and ``kwflow.connect`` stay functions."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _WHERE and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _FrontDoor
 
 
 def __dir__() -> list[str]:

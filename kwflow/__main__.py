@@ -1,6 +1,6 @@
 """``python -m kwflow``: the command line."""
 
-from kwflow.cli import main
+from kwflow.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -19,7 +19,7 @@ class KwflowError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What a notebook shows, which asks for it."""
-        from kwflow.notebook import traces
+        from kwflow.show import traces
 
         return traces.lines(self)
 

@@ -36,7 +36,7 @@ def one_thread() -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The embedded model's folder; the first use on a machine converts it (half a minute)."""
-    from kwflow.models.checkpoint import model_path
+    from kwflow.models.files.checkpoint import model_path
 
     return model_path("smollm2-135m")
 

@@ -17,7 +17,7 @@ model, span = sys.argv[1], [int(bound) for bound in sys.argv[3].split(":")]
 
 from kwflow.errors import KwargError, ModelError  # noqa: E402 - the parent first: the rest takes seconds
 from kwflow.swarm.hivemind import Node  # noqa: E402
-from kwflow.wire import Limits, Message  # noqa: E402
+from kwflow.wire.message import Limits, Message  # noqa: E402
 
 LIMITS = Limits(message_bytes=80 << 20)
 counts = {"open": 0, "cancelled": 0}

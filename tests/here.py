@@ -12,15 +12,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from kwflow import link
-from kwflow.connect import KnownPeers
+from kwflow.client.flow import Flow
+from kwflow.client.peers import KnownPeers
 from kwflow.errors import WorkerFailed
-from kwflow.flow import Flow
+from kwflow.faults.faulty import Faulty
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span
-from kwflow.swarm.faulty import Faulty
-from kwflow.swarm.worker import Served
-from kwflow.wire import Message
+from kwflow.wire import channel, in_process, loop
+from kwflow.wire.message import Message
+from kwflow.worker.server import Served
 
 SILENCE_SECONDS = 0.05
 
@@ -64,14 +64,14 @@ class HereSwarm:
     def __init__(self, folder: Path, spans: Sequence[tuple[int, int]]):
         self.folder, self.workers = folder, list[Worker]()
         self._numbers = itertools.count()
-        self._pool = link.Pool(_Transport(self))  # between workers
+        self._pool = channel.Pool(_Transport(self))  # between workers
         self.start(spans)
 
     def start(self, spans: Sequence[tuple[int, int]]) -> list[Worker]:
         new = [Worker(self.folder, span, f"here-{next(self._numbers)}") for span in spans]
         for worker in new:
             worker.faulty.neighbours = self._bring
-            link.run(worker.serve())
+            loop.run(worker.serve())
         self.workers += new
         return new
 
@@ -82,16 +82,16 @@ class HereSwarm:
         return self.start([(start, stop)])[0]
 
     def kill(self, index: int) -> None:
-        link.run(self.workers[index].die())
+        loop.run(self.workers[index].die())
 
     def pause(self, index: int) -> None:
-        link.run(self.workers[index].freeze(True))
+        loop.run(self.workers[index].freeze(True))
 
     def resume(self, index: int) -> None:
-        link.run(self.workers[index].freeze(False))
+        loop.run(self.workers[index].freeze(False))
 
     def tell(self, index: int, what: Mapping[str, Any]) -> dict[str, Any]:
-        return link.run(self.workers[index].faulty.command(what))
+        return loop.run(self.workers[index].faulty.command(what))
 
     def flow(self) -> Flow:
         peers = KnownPeers(_Transport(self), lambda: [one for one in self.workers if one.listed])
@@ -99,7 +99,7 @@ class HereSwarm:
         return Flow(ends, peers, (0, ends.layers))
 
     def close(self) -> None:
-        link.run(self._pool.aclose())
+        loop.run(self._pool.aclose())
         for worker in self.workers:
             worker.faulty.close()
 
@@ -108,12 +108,12 @@ class _Transport:
     def __init__(self, swarm: HereSwarm):
         self._swarm = swarm
 
-    async def open(self, peer: str, *, timeout: float = 5.0) -> link.Channel:
+    async def open(self, peer: str, *, timeout: float = 5.0) -> channel.Channel:
         worker = next(one for one in self._swarm.workers if one.peer == peer)
         if not worker.faulty.thawed.is_set():
             await asyncio.sleep(SILENCE_SECONDS)
             raise WorkerFailed(f"worker {peer} did not answer a dial", peer=peer)
-        channel: Any = await link.InProcess({peer: worker.faulty.accept}).open(peer)
+        channel: Any = await in_process.InProcess({peer: worker.faulty.accept}).open(peer)
         return _Watched(channel, worker.faulty)  # type: ignore[return-value]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
-from kwflow.flow import Flow
+from kwflow.client.flow import Flow
 from tests.tiny import left_padded
 
 Before = Callable[[int], None]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from kwflow.connect import in_process
+from kwflow.client.flow import Flow
 from kwflow.errors import WorkerFailed
-from kwflow.flow import Flow
-from kwflow.swarm.worker import Served
-from kwflow.wire import Message
+from kwflow.swarm.connect import in_process
+from kwflow.wire.message import Message
+from kwflow.worker.server import Served
 from tests import tiny
 
 Answer = Callable[[Message], Message]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
-from kwflow.projections import find
+from kwflow.blocks.projections import find
 from tests.configs import HEADS
 from tests.oracle import Hook, with_prompts
 from tests.row import MASK, NEW, PADDED, B, Call, D, Given, L, Place, Row, S, before, behind

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kwflow.blocks import LiftFloat32
+from kwflow.blocks.precision import LiftFloat32
 from tests.oracle import cache_name, layers_of, residual
 from tests.row import EVERY, MASK, NEW, B, D, Given, Place, Row, S
 from tests.table import reference

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from kwflow.errors import KwflowError, ShapeError, UnknownKwarg
+from kwflow.kwargs.builtin import schema
+from kwflow.kwargs.schema import Schema
 from kwflow.models.families import family_of
-from kwflow.schema import Schema, schema
 from tests.configs import config
 from tests.oracle import assert_bits, hooked, residual
 from tests.row import MASK, NEW, B, Row, S

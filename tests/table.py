@@ -18,7 +18,7 @@ from torch.func import grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kwflow as kf
-from kwflow.blocks import LiftFloat32
+from kwflow.blocks.precision import LiftFloat32
 from tests.oracle import layers_of, residual
 from tests.tiny import (
     HIDDEN,

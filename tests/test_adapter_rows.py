@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import kwflow as kf
-from kwflow import adapt
 from kwflow.errors import AxesError, KwargError, ShapeError
-from kwflow.kwargs import bind_kwargs, check_bound
-from kwflow.verify import exact_match
+from kwflow.kwargs import lora as adapt
+from kwflow.kwargs.bind import bind_kwargs, check_bound
+from kwflow.research.verify import exact_match
 from tests import tiny
 from tests.configs import HIDDEN, LAYERS
 from tests.marks import families

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
+from kwflow.blocks.projections import adapting, find
 from kwflow.errors import AxesError, BlockError, KwargError, ShapeError, UnknownKwarg
-from kwflow.kwargs import bind_kwargs
-from kwflow.projections import adapting, find
-from kwflow.schema import Schema
-from kwflow.verify import exact_match
+from kwflow.kwargs.bind import bind_kwargs
+from kwflow.kwargs.schema import Schema
+from kwflow.research.verify import exact_match
 from tests import tiny
 from tests.configs import CONFIGS, HEADS
 from tests.marks import families

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from kwflow import link
 from kwflow.errors import BlockError, NoRoute, WorkerFailed, WorkerFull, to_wire
-from kwflow.wire import Message
+from kwflow.wire import loop
+from kwflow.wire.message import Message
 from tests import tiny
 from tests.mortal import Swarm
 from tests.processes import until
@@ -27,7 +27,7 @@ X = tiny.random(B, S, D)
 @pytest.fixture
 def swarm(monkeypatch: pytest.MonkeyPatch) -> Swarm:
     """Two workers of all layers, of which the first is the one that routes take; a failed one is asked again soon."""
-    monkeypatch.setattr(importlib.import_module("kwflow.connect"), "BAN_SECONDS", 0.1)
+    monkeypatch.setattr(importlib.import_module("kwflow.client.peers"), "BAN_SECONDS", 0.1)
     return Swarm("llama", (0, 4), (0, 4))
 
 
@@ -141,16 +141,16 @@ def test_a_flow_that_is_dropped_while_a_worker_is_asked_closes_its_links(swarm: 
         closed.set()
 
     pool.transport.open, pool.aclose = slowly, closing  # type: ignore[method-assign]
-    link.run(pool.aclose())
+    loop.run(pool.aclose())
     closed.clear()
-    link.submit(_failed(peers, swarm.names[0])).result(5)
+    loop.submit(_failed(peers, swarm.names[0])).result(5)
     assert asked.wait(5)
     gone = weakref.ref(peers)
     swarm.flow = swarm.view = None  # type: ignore[assignment]
     del peers
     gc.collect()
     assert gone() is not None, "it is being asked for"
-    link.network_loop().call_soon_threadsafe(go_on.set)
+    loop.network_loop().call_soon_threadsafe(go_on.set)
     assert closed.wait(5)
     until(lambda: gone() is None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Sequence
 
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import kwflow as kf
-from kwflow import errors
-from kwflow.axes import (
+from kwflow.errors import AxesError, ShapeError
+from kwflow.kwargs.axes import (
     BROADCAST,
     MODEL_SIZES,
     RESERVED,
@@ -42,7 +41,6 @@ from kwflow.axes import (
     spread,
     without_layer,
 )
-from kwflow.errors import AxesError, ShapeError
 
 NAMES = sorted(RESERVED | MODEL_SIZES | {"prefix", "rank", "x_1"})
 CUT = ["layer", "batch", "seq", "key", "pos"]
@@ -174,7 +172,7 @@ def test_spread_broadcasts_by_name(leaf: Axed) -> None:
 
 def test_every_adjoint_has_a_test() -> None:
     """An operation that is added here needs its dot-product test."""
-    module = inspect.getmodule(part)  # kwflow.axes is the function
+    module = inspect.getmodule(part)  # kwflow.kwargs.axes is the function
     tested = {
         "part_adjoint",
         "join_adjoint",
@@ -353,12 +351,3 @@ def test_a_free_axis_has_one_size_within_a_kwarg() -> None:
     check_sizes(axes(torch.ones(8, 2), "hidden rank"), {"hidden": 8}, free, what="lora")
     with pytest.raises(ShapeError, match="rank = 1, expected 2 "):  # a free axis does not broadcast
         check_sizes(axes(torch.ones(8, 1), "hidden rank"), {"hidden": 8}, free, what="lora")
-
-
-def test_importing_the_module_does_not_hide_the_function() -> None:
-    """kwflow.axes and kwflow.connect are modules too; whoever imports them first must not break kf.axes(...)."""
-    for name in ("kwflow.axes", "kwflow.connect"):
-        importlib.import_module(name)
-
-    assert inspect.isfunction(kf.axes) and inspect.isfunction(kf.connect) and inspect.isfunction(kf.per_layer)
-    assert kf.errors is errors

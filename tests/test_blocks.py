@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
-from kwflow.blocks import LiftFloat32, chain, own_kwargs, upcast, with_block_fn
+from kwflow.blocks.kv import KV, StepCache
+from kwflow.blocks.precision import LiftFloat32, upcast
+from kwflow.blocks.span import chain, own_kwargs, with_block_fn
 from kwflow.errors import AxesError, BlockError, KwargError, KwflowError, ShapeError, SpanError, UnknownKwarg
-from kwflow.kv import KV, StepCache
 from kwflow.models.spans import load_span
 from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close, residual

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
-from kwflow.captures import take
 from kwflow.errors import KwargError, SessionError, SpanError, UnsupportedError
+from kwflow.kwargs.capture import take
 from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.families import family_of
 from tests.configs import CONFIGS, config

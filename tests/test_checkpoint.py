@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 import kwflow as kf
 from kwflow.errors import ModelError
-from kwflow.models import checkpoint, embedded, gguf
-from kwflow.models.checkpoint import HEAD_BYTES, Checkpoint, layer_count, layer_hash, model_name, model_path
+from kwflow.models.files import checkpoint, embedded, gguf
+from kwflow.models.files.checkpoint import HEAD_BYTES, Checkpoint, layer_count, layer_hash, model_name, model_path
 from tests import tiny
 
 

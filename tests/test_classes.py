@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
+from kwflow.client.flow import Flow
 from kwflow.errors import KwargError, ModelError, UnknownKwarg, UnsupportedError
-from kwflow.flow import Flow
-from kwflow.models.checkpoint import Checkpoint
 from kwflow.models.ends import ModelEnds
+from kwflow.models.files.checkpoint import Checkpoint
 from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
 from tests.tiny import HIDDEN, LAYERS, TWO, ends, folder, huggingface, ids, left_padded, make_flow, random, span

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kwflow import link
-from kwflow.cli import import_function, main, parse_span
+from kwflow.cli.main import import_function, main, parse_span
+from kwflow.cli.status import Seen, bar, show
+from kwflow.client.routing import gaps
 from kwflow.errors import KwargError, SpanError
 from kwflow.swarm.directory import ModelRecord, WorkerRecord, announced
-from kwflow.swarm.status import Seen, bar, gaps, show
+from kwflow.wire import loop
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -118,11 +119,11 @@ def server() -> Iterator[object]:
     """A node of a swarm that serves no model."""
     from kwflow.swarm.hivemind import Node
 
-    node = link.run(Node.start(own_session=True), 30.0)
+    node = loop.run(Node.start(own_session=True), 30.0)
     try:
         yield node
     finally:
-        link.run(node.stop(), 10.0)
+        loop.run(node.stop(), 10.0)
 
 
 @pytest.mark.swarm
@@ -149,9 +150,9 @@ def test_status_shows_a_worker_that_does_not_answer(kwflow: Run) -> None:
 
     with server() as node:
         entered: list = []
-        link.run(announce(node, entered), 10.0)
+        loop.run(announce(node, entered), 10.0)
         status, out, err = kwflow("status", "--join", node.addrs[0])  # type: ignore[attr-defined]
-        link.run(entered[0].__aexit__(None, None, None), 10.0)
+        loop.run(entered[0].__aexit__(None, None, None), 10.0)
     assert (status, err) == (0, "")
     assert "toy: 6 layers, 1 worker" in out and "2:5" in out and "9.8" in out and "no answer" in out
     assert "nobody serves layers 0:2, 5:6" in out
@@ -206,7 +207,7 @@ def test_bars_and_gaps() -> None:
 
 
 def test_a_block_fn_of_the_folder_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kwflow.cli import import_function
+    from kwflow.cli.main import import_function
 
     (tmp_path / "my_block_module.py").write_text("def fn(params, hidden, /, *, block, **kw): return hidden\n")
     monkeypatch.chdir(tmp_path)

@@ -36,7 +36,7 @@ def test_the_demo_proves_what_it_says() -> None:
 
 
 def test_a_false_proof_is_an_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from kwflow import demo
+    from kwflow.cli import demo
 
     def run(facts: list[demo.Fact]) -> int:
         monkeypatch.setattr(demo, "_run", lambda *_: (facts, {"plain": "a [b] c", "steered": "d"}))

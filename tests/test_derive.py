@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from kwflow.derive import Operations, evaluate, is_first_order, remote_call
+from kwflow.autograd.derive import Operations, evaluate, is_first_order, remote_call
 from kwflow.errors import KwargError
-from kwflow.wire import Message, dumps, loads
+from kwflow.wire.message import Message, dumps, loads
 from tests.oracle import assert_bits, assert_close
 from tests.tiny import random
 

@@ -16,16 +16,16 @@ from torch.utils._pytree import tree_leaves
 
 import kwflow as kf
 from benchmarks import gpu
-from kwflow.ask import to_devices
-from kwflow.blocks import SpanSpec, with_block_fn
-from kwflow.connect import in_process
+from kwflow.blocks.span import SpanSpec, with_block_fn
+from kwflow.client.flow import Flow
+from kwflow.client.request import to_devices
 from kwflow.errors import BlockError, DeadlineError, KwargError, ModelError, NoRoute, WorkerFailed
-from kwflow.flow import Flow
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span, resolve_device
-from kwflow.swarm import worker
+from kwflow.swarm.connect import in_process
 from kwflow.swarm.local import local_swarm
-from kwflow.swarm.worker import Served
+from kwflow.worker import server as worker
+from kwflow.worker.server import Served
 from tests import oracle, tiny
 from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
-from kwflow.edits import apply
 from kwflow.errors import AxesError, CallerError, KwargError, KwflowError, SessionError, ShapeError, SpanError
+from kwflow.kwargs.edit import apply
 from kwflow.models.families import FAMILIES as ROWS
 from tests.configs import HEADS
 from tests.marks import every_family, families

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.func import jvp
 
 import kwflow as kf
+from kwflow.blocks.kv import KV
 from kwflow.errors import BlockError, KwargError, UnsupportedError
-from kwflow.kv import KV
-from kwflow.models.checkpoint import Checkpoint, layer_count
 from kwflow.models.families import FAMILIES, family_of
+from kwflow.models.files.checkpoint import Checkpoint, layer_count
 from kwflow.models.spans import load_span
 from tests.configs import CONFIGS, HEADS, MAX_LENGTH, config
 from tests.oracle import assert_bits, assert_close, residual

@@ -18,9 +18,10 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kwflow as kf
-from kwflow.blocks import LiftFloat32, chain, with_block_fn
+from kwflow.blocks.precision import LiftFloat32
+from kwflow.blocks.span import chain, with_block_fn
+from kwflow.client.flow import Flow
 from kwflow.errors import AxesError, KwargError, KwflowError, ShapeError, SpanError, UnknownKwarg
-from kwflow.flow import Flow
 from tests.marks import every_family, families
 from tests.oracle import assert_bits, assert_close, residual
 from tests.table import MASK, B, D, L, S

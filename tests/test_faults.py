@@ -11,16 +11,17 @@ import pytest
 import torch
 
 import kwflow as kf
-from kwflow import link
+from kwflow.client.routing import covers
 from kwflow.errors import KwargError, KwflowError, ProtocolError, UnsupportedError, WorkerFailed, WorkerFull
-from kwflow.swarm import faults
+from kwflow.faults import kinds as faults
+from kwflow.faults.faulty import Faulty
 from kwflow.swarm import serve as serving
-from kwflow.swarm.faulty import Faulty
 from kwflow.swarm.hivemind import Node
-from kwflow.swarm.routing import covers
 from kwflow.swarm.streams import BEAT_SECONDS
-from kwflow.swarm.worker import Served
-from kwflow.wire import Message
+from kwflow.wire import in_process, loop
+from kwflow.wire.channel import call
+from kwflow.wire.message import Message
+from kwflow.worker.server import Served
 from tests import tiny
 from tests.here import HereSwarm
 
@@ -50,7 +51,7 @@ class Client:
     def send(self, request: Message, seconds: float = 10.0) -> Message:
         if self.channel is None or self.channel.closed:
             self.channel = self._open()
-        return link.run(link.call(self.channel, request), seconds)
+        return loop.run(call(self.channel, request), seconds)
 
 
 @pytest.fixture
@@ -62,8 +63,8 @@ def worker() -> Iterator[Faulty]:
 
 @pytest.fixture
 def client(worker: Faulty) -> Client:
-    transport = link.InProcess({"w": worker.accept})
-    return Client(lambda: link.run(transport.open("w")), worker.inject, lambda: link.run(_clear(worker)), 0.05)
+    transport = in_process.InProcess({"w": worker.accept})
+    return Client(lambda: loop.run(transport.open("w")), worker.inject, lambda: loop.run(_clear(worker)), 0.05)
 
 
 async def _clear(worker: Faulty) -> None:
@@ -142,7 +143,7 @@ def check_freeze(client: Client) -> None:
     good = client.ask()[0]
     client.inject(F.Freeze(after=1))
     client.ask()
-    asked = link.submit(client.channel(Message({"op": "run", "span": [0, 2]}, {"hidden": HIDDEN})))
+    asked = loop.submit(client.channel(Message({"op": "run", "span": [0, 2]}, {"hidden": HIDDEN})))
     received = client.channel.bytes_received
     time.sleep(1.5 * client.beat)
     assert not asked.done() and client.channel.bytes_received == received
@@ -188,10 +189,10 @@ def test_a_dead_worker_answers_nothing_more(client: Client, worker: Faulty, faul
 def test_what_a_client_sees_of_a_workers_process() -> None:
     """Every fault over a real worker's pipe, stream and directory; the last one ends its process."""
     with kf.local_swarm(tiny.folder("llama"), [(0, 2), (0, 4)]) as swarm:
-        node = link.run(Node.start(own_session=True, client=True, initial_peers=swarm.peers), 30)
+        node = loop.run(Node.start(own_session=True, client=True, initial_peers=swarm.peers), 30)
         first = swarm.workers[0]
         client = Client(
-            lambda: link.run(node.open(first.peer), 10),
+            lambda: loop.run(node.open(first.peer), 10),
             lambda fault: F.inject(swarm, 0, fault),
             lambda: F.clear(swarm),
             BEAT_SECONDS,
@@ -214,7 +215,7 @@ def test_what_a_client_sees_of_a_workers_process() -> None:
             with pytest.raises(WorkerFailed, match="cannot be told"):
                 F.inject(swarm, 0, F.Slow(1.0))
         finally:
-            link.run(node.stop(), 10)
+            loop.run(node.stop(), 10)
 
 
 def _check_directory(swarm: Any, client: Client) -> None:

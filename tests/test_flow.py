@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
-from kwflow import link
-from kwflow.axes import Axed
 from kwflow.errors import (
     BlockError,
     BudgetError,
@@ -31,7 +29,9 @@ from kwflow.errors import (
     UnknownKwarg,
     UnsupportedError,
 )
-from kwflow.tree import flatten
+from kwflow.kwargs.axes import Axed
+from kwflow.kwargs.tree import flatten
+from kwflow.wire import loop
 from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close, layers_of, residual
 from tests.tiny import (
@@ -285,7 +285,7 @@ def test_the_network_thread_may_not_wait_for_itself() -> None:
             remote(hidden)
         return await remote.acall(hidden)
 
-    assert_bits(link.run(there(), 20), remote(hidden))
+    assert_bits(loop.run(there(), 20), remote(hidden))
 
 
 def test_under_inference_mode_and_no_grad() -> None:

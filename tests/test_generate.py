@@ -452,7 +452,7 @@ def test_forward_with_a_cache_is_a_session(pair: tuple[Any, Any]) -> None:
 
 def test_a_conversation_goes_on_as_far_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the room that its session had at first, and past max_position_embeddings, which nothing bounds here."""
-    monkeypatch.setattr("kwflow.swarm.worker.FIRST_ROOM", 8)
+    monkeypatch.setattr("kwflow.worker.server.FIRST_ROOM", 8)
     remote, local = make_flow("llama", TWO, own_ends=True), huggingface("llama")
     model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("llama"), flow=remote)
     name, both = cache_name(local), []

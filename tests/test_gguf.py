@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 import kwflow as kf
 from kwflow.errors import ModelError
-from kwflow.models import gguf as conversion
-from kwflow.models.checkpoint import Checkpoint, layer_count, model_name, model_path
+from kwflow.models.files import gguf as conversion
+from kwflow.models.files.checkpoint import Checkpoint, layer_count, model_name, model_path
 from tests import tiny
 
 gguf: Any = pytest.importorskip("gguf", reason="pip install 'kwflow[embedded]'")
@@ -102,7 +102,7 @@ def test_two_processes_convert_once_and_agree(tmp_path: Path, cache: Path) -> No
     folder = conversion.converted_folder(file, "tiny")
     (folder.parent / f".{folder.name}-killed").mkdir(parents=True)
     seen = "import ipykernel; "  # in a notebook: bars are shown
-    code = f"{seen}from kwflow.models.checkpoint import model_path; print(model_path({str(file)!r}))"
+    code = f"{seen}from kwflow.models.files.checkpoint import model_path; print(model_path({str(file)!r}))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     children = [
         subprocess.Popen(

@@ -21,12 +21,14 @@ import torch
 from hivemind.utils.multiaddr import Multiaddr
 
 from kwflow.errors import BudgetError, KwargError, NoRoute, ProtocolError, WorkerFailed
-from kwflow.link import call, run
 from kwflow.swarm import hivemind, streams
 from kwflow.swarm.directory import Directory, WorkerRecord, announced, models
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.local import LocalSwarm
-from kwflow.wire import Kind, Message, dumps, frame
+from kwflow.wire.channel import call
+from kwflow.wire.frames import Kind, frame
+from kwflow.wire.loop import run
+from kwflow.wire.message import Message, dumps
 from tests.processes import living, until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from kwflow.errors import ModelError
-from kwflow.models import hub
-from kwflow.models.checkpoint import Checkpoint, find_model, layer_count, model_name, model_path
 from kwflow.models.ends import ModelEnds
+from kwflow.models.files import hub
+from kwflow.models.files.checkpoint import Checkpoint, find_model, layer_count, model_name, model_path
 from kwflow.models.spans import load_span
 from tests.hub_server import HubServer
 
@@ -397,7 +397,7 @@ def test_what_is_no_hub_id_is_not_asked_for(served: HubServer, name: str) -> Non
 @pytest.mark.slow
 def test_huggingface_hubs_own_environment_is_what_counts(tmp_path: Path, published: Path) -> None:
     code = (
-        "from kwflow.models.checkpoint import model_path\n"
+        "from kwflow.models.files.checkpoint import model_path\n"
         "try: print(model_path('user/private'))\n"
         "except Exception as error: print(type(error).__name__, error)"
     )

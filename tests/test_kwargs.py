@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kwflow as kf
-from kwflow import tree
-from kwflow.bound import Bound
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg
-from kwflow.kwargs import bind_kwargs, check_bound
-from kwflow.schema import Schema, Spec, schema
-from kwflow.wire import Message, dumps, loads
+from kwflow.kwargs import tree
+from kwflow.kwargs.bind import bind_kwargs, check_bound
+from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.builtin import schema
+from kwflow.kwargs.schema import Schema, Spec
+from kwflow.wire.message import Message, dumps, loads
 from tests.oracle import assert_bits
 
 MODEL = {"hidden": 4, "head": 4, "kv_head": 2, "head_dim": 1}

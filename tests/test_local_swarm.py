@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from kwflow.errors import KwargError, ModelError, SpanError, WorkerFailed
-from kwflow.link import run
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.local import LocalSwarm, _spans, end_with_swarm, local_swarm
-from kwflow.wire import Message
+from kwflow.wire.loop import run
+from kwflow.wire.message import Message
 from tests.processes import living, until
 
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(120)]

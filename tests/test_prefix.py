@@ -15,10 +15,11 @@ from torch.func import grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kwflow as kf
-from kwflow import link
-from kwflow.blocks import LiftFloat32, with_block_fn
+from kwflow.blocks.precision import LiftFloat32
+from kwflow.blocks.span import with_block_fn
 from kwflow.errors import AxesError, CallerError, KwargError, SessionError, ShapeError
-from kwflow.verify import exact_match
+from kwflow.research.verify import exact_match
+from kwflow.wire import loop
 from tests.oracle import assert_bits, assert_close, cache_name, residual
 from tests.table import IDS, MASK, NOT_IN_FLOAT64, PADS, REAL, B, D, L, S, crops, distributed, positions
 from tests.tiny import EACH, TWO, derivable, flow, folder, huggingface, ids, make_flow, random, span
@@ -558,7 +559,7 @@ def test_a_worker_checks_what_arrives() -> None:
     hop = plan.route[0]
     part, _ = bound.part(None, hop.span)
     with pytest.raises(ShapeError, match=r"prefix = 2, expected 4.*said by worker"):
-        link.run(plan.dispatcher.send(hop, part, (), [x["hidden"], *part.tensors]))
+        loop.run(plan.dispatcher.send(hop, part, (), [x["hidden"], *part.tensors]))
     assert_bits(remote(**x, prefix_kv=prefix), expected("llama", x, prefix))
 
 
@@ -570,11 +571,11 @@ def test_smollm2_behind_a_text_s_own_keys_and_values(smollm2: Any) -> None:
     """Two workers in this process: a prefix made of a text's cache gives what the whole text gives."""
     from transformers import AutoModelForCausalLM
 
-    from kwflow.connect import in_process
-    from kwflow.flow import Flow
+    from kwflow.client.flow import Flow
     from kwflow.models.ends import ModelEnds
     from kwflow.models.spans import load_span
-    from kwflow.swarm.worker import Served
+    from kwflow.swarm.connect import in_process
+    from kwflow.worker.server import Served
 
     local: Any = AutoModelForCausalLM.from_pretrained(smollm2).eval().requires_grad_(False)
     ends = ModelEnds(smollm2)

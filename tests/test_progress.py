@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from kwflow import progress as module
-from kwflow.progress import progress
+from kwflow.show import progress as module
+from kwflow.show.progress import progress
 
 
 class Terminal(io.StringIO):

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kwflow as kf
-from kwflow.blocks import SpanSpec, chain
-from kwflow.connect import in_process
+from kwflow.blocks.span import SpanSpec, chain
+from kwflow.client.flow import Flow
 from kwflow.errors import KwargError, ModelError, UnsupportedError
-from kwflow.flow import Flow
 from kwflow.models import quantize
-from kwflow.models.reference import as_reference
 from kwflow.models.spans import load_span
+from kwflow.research.reference import as_reference
+from kwflow.swarm.connect import in_process
 from kwflow.swarm.local import local_swarm
-from kwflow.swarm.worker import Served
+from kwflow.worker.server import Served
 from tests import oracle, tiny
 from tests.marks import every_family, families, quickly
 from tests.oracle import assert_bits, assert_close

@@ -10,8 +10,8 @@ import pytest
 
 import kwflow as kf
 from benchmarks.kwargs import headings
+from kwflow.kwargs.builtin import schema
 from kwflow.models.families import FAMILIES
-from kwflow.schema import schema
 from tests.rows import ROWS
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

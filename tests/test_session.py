@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kwflow as kf
-from kwflow import link
-from kwflow.blocks import with_block_fn
+from kwflow.blocks.span import with_block_fn
 from kwflow.errors import (
     CallerError,
     KwargError,
@@ -30,9 +29,11 @@ from kwflow.errors import (
     WorkerFailed,
     WorkerFull,
 )
-from kwflow.swarm.hello import FEATURES
-from kwflow.swarm.worker import Served
-from kwflow.wire import Message
+from kwflow.wire import in_process, loop
+from kwflow.wire.channel import call
+from kwflow.wire.message import Message
+from kwflow.worker.hello import FEATURES
+from kwflow.worker.server import Served
 from tests import tiny
 from tests.marks import every_family
 from tests.oracle import assert_bits, assert_close, cache_name, residual
@@ -304,12 +305,12 @@ def test_a_worker_refuses_columns_that_it_does_not_hold() -> None:
         return block(params, hidden, **kw)
 
     served = Served(with_block_fn(span("gpt2", 0, LAYERS), fussy, "fussy"))
-    channel = link.run(link.InProcess({"w": served.accept}).open("w"), 5)
+    channel = loop.run(in_process.InProcess({"w": served.accept}).open("w"), 5)
 
     def step(start: int, columns: int, **kwargs: Any) -> Message:
         meta = {"op": "step", "span": [0, LAYERS], "start": start, "max_length": 8}
         tree = {"hidden": random(1, columns, D), "kwargs": [["layers", kwargs]] if kwargs else []}
-        return link.run(link.call(channel, Message(meta, tree)), 5)
+        return loop.run(call(channel, Message(meta, tree)), 5)
 
     with pytest.raises(WorkerFailed, match="holds no columns of the session, the step starts at 1"):
         step(1, 1)
@@ -322,7 +323,7 @@ def test_a_worker_refuses_columns_that_it_does_not_hold() -> None:
     step(2, 1)
     with pytest.raises(SessionError, match="columns 3:9 do not fit max_length 8"):
         step(3, 6)
-    link.run(channel.aclose(), 5)
+    loop.run(channel.aclose(), 5)
     served.close()
 
 
@@ -470,7 +471,7 @@ def sections(request: Message) -> list[Any]:
 def older_flow(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Workers that hold no kwargs from step to step."""
     with monkeypatch.context() as patched:
-        patched.setattr("kwflow.swarm.hello.FEATURES", tuple(f for f in FEATURES if f != "sent once"))
+        patched.setattr("kwflow.worker.hello.FEATURES", tuple(f for f in FEATURES if f != "sent once"))
         remote = make_flow("llama", TWO)
         remote.kwargs()  # they say hello
     return remote
@@ -535,7 +536,7 @@ def test_a_number_that_a_worker_does_not_hold_is_refused() -> None:
     remote.kwargs()
     request = Message({"op": "run", "span": [0, 4]}, {"hidden": random(1, 2, D), "kwargs": [0]})
     with pytest.raises(KwargError, match="a request's kwargs are"):
-        link.run(remote.peers.pool(next(iter(remote.peers.pool._idle)), request))
+        loop.run(remote.peers.pool(next(iter(remote.peers.pool._idle)), request))
 
 
 # ---- room
@@ -566,9 +567,9 @@ def test_keys_and_values_have_a_budget() -> None:
 @pytest.mark.parametrize("older", [False, True])
 def test_room_grows_where_nobody_said_how_much(older: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The values are those of a session that had it all, to the bit; workers that cannot grow are asked for much."""
-    monkeypatch.setattr("kwflow.swarm.worker.FIRST_ROOM", 4)
+    monkeypatch.setattr("kwflow.worker.server.FIRST_ROOM", 4)
     if older:
-        monkeypatch.setattr("kwflow.swarm.hello.FEATURES", tuple(f for f in FEATURES if f != "grows"))
+        monkeypatch.setattr("kwflow.worker.hello.FEATURES", tuple(f for f in FEATURES if f != "grows"))
     x, mask, column = random(B, 24, D), left_padded([0, 2, 5], 6), B * 2 * 2 * (HIDDEN // 2) * 4
     kv = {n: random(LAYERS, 1, 2, 3, D // HEADS, seed=i) for i, n in enumerate(("k", "v"), 7)}
     remote, outs, used = make_flow("llama", TWO), list[Tensor](), list[int]()

@@ -20,7 +20,7 @@ from torch.func import grad, vmap
 
 import kwflow as kf
 from kwflow.errors import KwargError, KwflowError, ModelError, ShapeError, SpanError, UnsupportedError
-from kwflow.steering import Vectors, contrast
+from kwflow.research.steering import Vectors, contrast
 from tests.configs import HIDDEN, LAYERS
 from tests.marks import families
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
-from kwflow import link
-from kwflow.bound import Bound
+from kwflow.blocks.span import with_block_fn
+from kwflow.client.replay import folded
+from kwflow.client.stage import Step
 from kwflow.errors import (
     BlockError,
     KwargError,
@@ -29,8 +30,9 @@ from kwflow.errors import (
     WorkerFailed,
     WorkerFull,
 )
-from kwflow.replay import Step, folded
-from kwflow.wire import Message
+from kwflow.kwargs.bound import Bound
+from kwflow.wire import loop
+from kwflow.wire.message import Message
 from tests import tiny
 from tests.here import HereSwarm
 from tests.mortal import Swarm, nonsense
@@ -302,7 +304,7 @@ def test_the_wait_for_a_route_and_the_run_have_one_deadline(in_session: bool) ->
     served = swarm.flow.peers.pool.transport._accept[swarm.names[0]].__self__  # type: ignore[attr-defined]
     x, flow = random(B, S, D), swarm.flow.options(timeout=1.0)
     flow(x)
-    served.spec = kf.blocks.with_block_fn(served.spec, busy, "busy")
+    served.spec = with_block_fn(served.spec, busy, "busy")
     swarm.kill(0)
     with pytest.raises((NoRoute, kf.errors.DeadlineError)):
         flow.options(timeout=0.3)(x)
@@ -563,7 +565,7 @@ def test_a_reorder_that_was_rolled_back_acts_once(mode: str, interrupted: bool) 
             if lost and interrupted:  # the step goes on to its end, and is taken again
                 assert session._stages is not None
                 step = Step(S, random(B, 1, D, seed=9), Bound(0, LAYERS), tuple(session._reorders))
-                link.run(session._stages.step(step, True, swarm.flow.dispatcher.retry()))
+                loop.run(session._stages.step(step, True, swarm.flow.dispatcher.retry()))
             for at in range(5):
                 if lost and at in (1, 3):
                     swarm.kill(lost[at // 2])
@@ -620,7 +622,7 @@ def test_an_interrupted_step_that_ends_after_a_rollback_is_not_repeated(mode: st
         session.rollback(S)
         assert session._stages is not None
         late = Step(S + 2, random(B, 1, D, seed=3), Bound(0, LAYERS))
-        link.run(session._stages.step(late, True, swarm.flow.dispatcher.retry()))
+        loop.run(session._stages.step(late, True, swarm.flow.dispatcher.retry()))
         swarm.kill(0)
         torch.testing.assert_close(session.step(more), expected, atol=5e-6, rtol=5e-5)
         assert len(session.replays) == 1 and session.replays[0].steps == 1
@@ -630,7 +632,7 @@ def test_an_interrupted_step_that_ends_after_a_rollback_is_not_repeated(mode: st
 def test_many_reorders_at_once_are_as_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than a step may carry: without a step between, taken back, or both; workers had none, some, or all."""
     orders = [[(row + 1 + n % 3) % B if n % 2 else row // 2 for row in range(B)] for n in range(9)]
-    monkeypatch.setattr("kwflow.swarm.requests.MAX_REORDERS", 4)
+    monkeypatch.setattr("kwflow.worker.requests.MAX_REORDERS", 4)
 
     def run(lose_at: int) -> list[Tensor]:
         swarm, outs = swarm_of(SPLITS["two"]), list[Tensor]()
@@ -805,7 +807,7 @@ def test_another_block_fn_does_not_take_its_place() -> None:
     flow = swarm.flow.options(timeout=0.7)
     x = random(B, S, D).requires_grad_()
     served = swarm.flow.peers.pool.transport._accept[swarm.names[3]].__self__  # type: ignore[attr-defined]
-    served.spec = kf.blocks.with_block_fn(served.spec, louder, "louder")
+    served.spec = with_block_fn(served.spec, louder, "louder")
     with flow.session(16) as session:
         session.step(x.detach())
         out = flow(x).sum()
@@ -849,7 +851,7 @@ def test_an_interrupted_step_that_does_not_end_is_given_up() -> None:
         connection.handle = hanging
         step = Step(S, x, Bound(0, LAYERS))
         work = session._stages.step(step, False, flow.options(timeout=60).dispatcher.retry())  # type: ignore[union-attr]
-        session._running = link.submit(work)  # an interrupt leaves it so
+        session._running = loop.submit(work)  # an interrupt leaves it so
         with pytest.raises(kf.errors.DeadlineError, match="the step that was interrupted"):
             session.step(x)
         assert torch.equal(session.step(x), expected[1])
@@ -915,7 +917,7 @@ def test_a_kwarg_that_changes_after_an_interrupted_step_is_sent_again() -> None:
 
 @pytest.mark.slow
 def test_generate_goes_on() -> None:
-    from kwflow.models.auto import AutoDistributedModelForCausalLM
+    from kwflow.huggingface.auto import AutoDistributedModelForCausalLM
 
     def run(swarm: Swarm, **how: Any) -> Tensor:
         model = AutoDistributedModelForCausalLM.from_pretrained(tiny.folder("llama"), flow=swarm.flow)
@@ -1156,7 +1158,7 @@ def test_a_refusal_to_repeat_steps_is_an_answer() -> None:
     with swarm.flow.options(timeout=60).session(16) as session:
         session.step(random(B, S, D))
         (stage,) = session._stages.stages
-        link.run(stage.channel.aclose())  # type: ignore[union-attr]
+        loop.run(stage.channel.aclose())  # type: ignore[union-attr]
         stage.given_up = True
         swarm.answers(0, lambda reply: Message({"error": {"kind": "caller", "type": "ShapeError", "message": "no"}}))
         began = time.monotonic()
@@ -1179,7 +1181,7 @@ def test_a_worker_may_be_late_to_free_what_it_held_before() -> None:
         connection: Any = stage.channel._connection  # type: ignore[union-attr]
         release = connection.close
         connection.close = lambda: threading.Timer(0.15, release).start()
-        link.run(stage.channel.aclose())  # type: ignore[union-attr]
+        loop.run(stage.channel.aclose())  # type: ignore[union-attr]
         stage.given_up = True
         got.append(session.step(random(B, 1, D)))
         assert not session.replays
@@ -1220,7 +1222,7 @@ def test_a_stranger_cannot_bring_a_step() -> None:
 
     def bring(name: str, number: int, hidden: Any) -> Any:
         message = Message({"op": "push", "session": name, "step": number}, hidden)
-        return link.run(pool(swarm.names[1], message)).meta["taken"]
+        return loop.run(pool(swarm.names[1], message)).meta["taken"]
 
     with swarm.flow.session(16) as session:
         got = [session.step(x)]

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 import kwflow as kf
+from kwflow.client.flow import Flow
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg
-from kwflow.flow import Flow
 from tests.oracle import assert_bits, assert_close, residual
 from tests.rows import prefix_sizes
 from tests.tiny import (

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kwflow as kf
-from kwflow.blocks import LiftFloat32
+from kwflow.blocks.precision import LiftFloat32
 from kwflow.errors import CallerError, KwflowError
 from tests.marks import families
 from tests.oracle import Hook, assert_bits, assert_close, hooked, layers_of, residual, with_prompts

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kwflow.axes import Axed, axes
 from kwflow.errors import KwargError, ProtocolError
-from kwflow.tree import DEPTH, INT_BITS, Slot, flatten, from_json, map_leaves, paths, to_json, unflatten
+from kwflow.kwargs.axes import Axed, axes
+from kwflow.kwargs.tree import DEPTH, INT_BITS, Slot, flatten, from_json, map_leaves, paths, to_json, unflatten
 
 KEYS = st.text(max_size=4) | st.sampled_from(["$", "$tuple", "axes", "v"]) | st.integers()
 SCALARS = (
@@ -124,7 +124,7 @@ CYCLE.append(CYCLE)
         ({"a": 1 << INT_BITS}, "a is an int of more than"),
         ({"x y": [{2}]}, r"\['x y'\]\[0\] is of type set"),
         (CYCLE, f"deeper than {DEPTH} levels"),
-        (Slot(0), "the tree is of type kwflow.tree.Slot"),
+        (Slot(0), "the tree is of type kwflow.kwargs.tree.Slot"),
     ],
 )
 def test_what_is_no_tree_is_refused_by_path_and_type(bad, says):

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
+from kwflow.client.session import Session
 from kwflow.errors import KwargError, ModelError, UnsupportedError
-from kwflow.session import Session
 from tests.marks import every_family, quickly
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
 from tests.tiny import (

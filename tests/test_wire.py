@@ -18,9 +18,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kwflow.axes import axes
 from kwflow.errors import BudgetError, KwargError, ProtocolError
-from kwflow.wire import FRAME_BYTES, LIMITS, Frames, Kind, Limits, Message, dumps, frame, frames, loads
+from kwflow.kwargs.axes import axes
+from kwflow.wire.frames import FRAME_BYTES, Frames, Kind, frame, frames
+from kwflow.wire.message import LIMITS, Limits, Message, dumps, loads
 from tests.test_tree import SCALARS, assert_same, trees
 
 GOLDEN = Path(__file__).parent / "golden"

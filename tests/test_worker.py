@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 import kwflow as kf
-from kwflow import link
 from kwflow.errors import BlockError, CallerError, KwflowError, NoRoute, WorkerFailed
-from kwflow.swarm.worker import MAX_ORDER, Served
-from kwflow.tree import flatten
-from kwflow.wire import Message
+from kwflow.kwargs.tree import flatten
+from kwflow.wire import in_process, loop
+from kwflow.wire.channel import call
+from kwflow.wire.message import Message
+from kwflow.worker.server import MAX_ORDER, Served
 from tests.oracle import assert_bits, assert_close
 from tests.tiny import HIDDEN, LAYERS, TWO, make_flow, random, settle, span
 
@@ -32,13 +33,13 @@ def served() -> Any:
 
 def ask(served: Served, meta: dict[str, Any], tree: Any = None) -> Message:
     async def once() -> Message:
-        channel = await link.InProcess({"w": served.accept}).open("w")
+        channel = await in_process.InProcess({"w": served.accept}).open("w")
         try:
-            return await link.call(channel, Message(meta, {"hidden": HIDDEN_2} if tree is None else tree))
+            return await call(channel, Message(meta, {"hidden": HIDDEN_2} if tree is None else tree))
         finally:
             await channel.aclose()
 
-    return link.run(once(), 20)
+    return loop.run(once(), 20)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +196,7 @@ def test_failures_at_once_count_once_and_the_last_worker_is_tried_again() -> Non
 
 
 def test_the_lock_of_the_network_thread_can_be_taken_in_a_finalizer() -> None:
-    assert isinstance(link._lock, type(threading.RLock()))
+    assert isinstance(loop._lock, type(threading.RLock()))
 
 
 def test_block_errors_are_the_callers() -> None:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow.blocks import SpanSpec, with_block_fn
-from kwflow.connect import in_process
-from kwflow.flow import Flow
+from kwflow.blocks.span import SpanSpec, with_block_fn
+from kwflow.client.flow import Flow
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span
-from kwflow.swarm.worker import Served
+from kwflow.swarm.connect import in_process
+from kwflow.worker.server import Served
 from tests.configs import CONFIGS, VOCAB
 from tests.configs import HEADS as HEADS
 from tests.configs import HIDDEN as HIDDEN

@@ -17,7 +17,7 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if not name.startswith(("AutoDistributed", "Distributed")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kwflow.models import auto
+    from kwflow.huggingface import auto
 
     if name in auto.__all__:
         return getattr(auto, name)
@@ -34,7 +34,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    from kwflow.models import auto
+    from kwflow.huggingface import auto
 
     return sorted([*auto.__all__, *auto.class_names()])
 

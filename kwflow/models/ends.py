@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from kwflow.axes import describe
 from kwflow.errors import ModelError, ShapeError, UnsupportedError
-from kwflow.models.checkpoint import Checkpoint
+from kwflow.kwargs.axes import describe
 from kwflow.models.families import blank_inputs, family_of, replace_layers
+from kwflow.models.files.checkpoint import Checkpoint
 from kwflow.models.spans import model_name, quiet, read_config, resolve_dtype, skeleton
 from kwflow.models.weights import Sources, fill_buffers
 
@@ -135,7 +135,7 @@ def layer_dropouts(config: Any) -> list[str]:
 
 
 class ModelEnds:
-    """Tokenizer, embeddings, final norm and head of a model: what a client holds. See ``kwflow.flow.Ends``."""
+    """Tokenizer, embeddings, final norm and head of a model: what a client holds. See ``kwflow.client.inputs.Ends``."""
 
     def __init__(
         self, model: str | os.PathLike[str], dtype: torch.dtype | str | None = None, shell: nn.Module | None = None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow.bound import is_wrapped
+from kwflow.autograd.transforms import is_batched, is_wrapped
 
 
 class DerivableExperts:
@@ -27,16 +27,6 @@ class DerivableExperts:
         if hidden.dtype is torch.float64 or any(is_wrapped(tensor) for tensor in given):
             return type(self).__mro__[2].forward.__wrapped__(self, *given)  # type: ignore[attr-defined]  # a loop over experts
         return super().forward(*given)  # type: ignore[misc]
-
-
-def is_batched(tensor: Tensor) -> bool:
-    """Whether a vmap is anywhere around this tensor, outside or inside of other transforms."""
-    inner: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    while is_wrapped(tensor):
-        if inner.is_batchedtensor(tensor):
-            return True
-        tensor = inner.get_unwrapped(tensor)
-    return False
 
 
 def derivable_experts(layer: nn.Module) -> None:

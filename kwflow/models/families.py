@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kwflow.bound import in_transform
+from kwflow.autograd.transforms import in_transform
 from kwflow.errors import UnsupportedError, did_you_mean
 
 LEARNED = "this family's positions are learned and act in flow.embed(ids, position_ids=…)"
@@ -53,7 +53,7 @@ class Family:
 
     @property
     def points(self) -> dict[str, str]:
-        """Where ``kwflow.points`` finds the points of a layer."""
+        """Where ``kwflow.blocks.hooks`` finds the points of a layer."""
         parts = {"attn": self.attn, "mlp": self.mlp} if self.mlp else {}
         return {**parts, "head": self.out}
 

@@ -18,13 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from kwflow.bound import Bound
-from kwflow.edits import Edit, check, lower
 from kwflow.errors import KwargError, UnsupportedError
+from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.edit import Edit, check, lower
+from kwflow.kwargs.positions import Columns, token_position
 from kwflow.models.families import family_of, layer_list, model_sizes
 from kwflow.models.hooks import edit_hooks
 from kwflow.models.prepare import arguments, cache_argument
-from kwflow.positions import Columns, token_position
 
 
 @contextmanager

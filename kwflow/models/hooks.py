@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow import adapt, prefix
-from kwflow.bound import Bound
-from kwflow.edits import add_prompts, add_steer, apply
 from kwflow.errors import KwargError
+from kwflow.kwargs import lora as adapt
+from kwflow.kwargs import prefix_kv as prefix
+from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.edit import apply
+from kwflow.kwargs.steer import add_prompts, add_steer
 from kwflow.models.families import Family
 
 Change = Callable[[Tensor], Tensor]

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow.blocks import Prepare
+from kwflow.blocks.block import Prepare
 from kwflow.errors import KwargError
+from kwflow.kwargs.schema import Scaling
 from kwflow.models.families import Family, layer_list, replace_layers
-from kwflow.schema import Scaling
 
 CACHE_NAMES = ("cache", "layer_past", "past_key_values")  # in transformers 5.24, in some of its families, before it
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kwflow.bound import is_wrapped
+from kwflow.autograd.transforms import is_wrapped
 from kwflow.errors import ModelError, UnsupportedError, did_you_mean
 
 MODES = ("int8", "nf4")

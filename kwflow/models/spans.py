@@ -12,19 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow import points, projections
-from kwflow.blocks import Block, SpanSpec
+from kwflow.blocks import hooks as points
+from kwflow.blocks import projections
+from kwflow.blocks.block import Block
+from kwflow.blocks.patterns import attention_path
+from kwflow.blocks.span import SpanSpec
 from kwflow.errors import ModelError, SpanError
-from kwflow.models.checkpoint import CONFIG, Checkpoint, find_model, layer_hash, read_json
-from kwflow.models.checkpoint import model_name as model_name
+from kwflow.kwargs.builtin import schema
+from kwflow.kwargs.points import PATTERN
+from kwflow.kwargs.schema import Schema
 from kwflow.models.experts import derivable_experts
 from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes, unsupported
+from kwflow.models.files.checkpoint import CONFIG, Checkpoint, find_model, layer_hash, read_json
+from kwflow.models.files.checkpoint import model_name as model_name
 from kwflow.models.prepare import cache_argument, recorder, scaling
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
-from kwflow.patterns import PATTERN, attention_path
-from kwflow.progress import progress
-from kwflow.schema import Schema, schema
+from kwflow.show.progress import progress
 
 
 def read_config(model: str | os.PathLike[str]) -> tuple[Any, str]:

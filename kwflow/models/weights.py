@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kwflow.errors import ModelError
-from kwflow.models.checkpoint import Checkpoint
+from kwflow.models.files.checkpoint import Checkpoint
 
 
 class Sources:

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kwflow.errors import KwargError, KwflowError, SpanError
-from kwflow.notebook import pages
 from kwflow.notebook.panels import WIDE, at_once, inside, said, shown, widgets_for
+from kwflow.show import html as pages
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kwflow.flow import Flow
-    from kwflow.session import Session
-    from kwflow.vectors import Vectors
+    from kwflow.client.flow import Flow
+    from kwflow.client.session import Session
+    from kwflow.research.vectors import Vectors
 
 PLACES = {
     "all tokens": "all",
@@ -52,7 +52,7 @@ def steer_lab(flow: Flow, vectors: Vectors | Mapping[str, Vectors], *, prompt: s
 
 
 def _by_name(vectors: Any) -> dict[str, Vectors]:
-    from kwflow.vectors import Vectors
+    from kwflow.research.vectors import Vectors
 
     named = {"the vector": vectors} if isinstance(vectors, Vectors) else vectors
     if not isinstance(named, Mapping) or not named or not all(isinstance(one, Vectors) for one in named.values()):
@@ -209,9 +209,9 @@ class SteerLab:
                 self._tell(said(last, wrong=wrong) + ("" if wrong else self._in_code(run)))
 
     def _generate(self, run: Run) -> None:
-        from kwflow.models.auto import AutoDistributedModelForCausalLM
+        from kwflow.huggingface.auto import AutoDistributedModelForCausalLM
+        from kwflow.huggingface.remote_cache import RemoteCache
         from kwflow.models.prepare import cache_argument
-        from kwflow.models.remote_cache import RemoteCache
 
         ends: Any = self.flow.ends
         batch = ends.tokenize([run.prompt, run.prompt])
@@ -245,7 +245,7 @@ class SteerLab:
         """What the vector is multiplied by: the strength times what it is added to, by the vector's own length."""
         import torch
 
-        from kwflow.captures import Capture
+        from kwflow.kwargs.capture import Capture
 
         point, about = run.vectors.point, (run.prompt, run.vectors.point)
         length = float(torch.linalg.vector_norm(run.vectors[run.layer]))

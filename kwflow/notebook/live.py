@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kwflow.errors import KwflowError, NoRoute
-from kwflow.notebook import pages
 from kwflow.notebook.panels import WIDE, at_once, inside, said, shown, widgets_for
+from kwflow.show import html as pages
 
 if TYPE_CHECKING:
-    from kwflow.flow import Flow
+    from kwflow.client.flow import Flow
     from kwflow.swarm.local import LocalSwarm, LocalWorker
 
 LOOK_SECONDS = 1.0
@@ -185,7 +185,7 @@ class SwarmView:
         """Which layers each worker would run in the flow's next call; nobody is asked."""
         if self.flow is None:
             return {}, []
-        from kwflow.swarm.routing import plan
+        from kwflow.client.routing import plan
 
         known: Any = self.flow.peers.known()
         out = {worker.peer for worker in known if worker.avoided} | set(self.flow._options.peers_blocked)
@@ -200,7 +200,7 @@ class SwarmView:
 
 
 def _layers(swarm: LocalSwarm) -> int:
-    from kwflow.models.checkpoint import layer_count
+    from kwflow.models.files.checkpoint import layer_count
 
     return layer_count(swarm.model)
 
@@ -213,6 +213,6 @@ def _bar(worker: LocalWorker, routed: str) -> pages.Bar:
 
 
 def _gaps(bars: list[pages.Bar], layers: int) -> list[str]:
-    from kwflow.swarm.status import gaps
+    from kwflow.client.routing import gaps
 
     return [f"{start}:{stop}" for start, stop in gaps([(b.start, b.stop) for b in bars if not b.gone], layers)]

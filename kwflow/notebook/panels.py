@@ -9,7 +9,7 @@ import html
 from typing import Any
 
 from kwflow.errors import UnsupportedError
-from kwflow.notebook.pages import ORANGE
+from kwflow.show.html import ORANGE
 
 WIDE = "62em"  # a laptop's notebook
 

@@ -25,10 +25,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.multiaddr.exceptions import Error as MultiaddrError
 
 from kwflow.errors import KwargError, KwflowError, NoRoute, WorkerFailed
-from kwflow.link import DIAL_SECONDS, Accept
 from kwflow.swarm.p2pd import Daemon
 from kwflow.swarm.streams import BUFFER_BYTES, SILENCE_SECONDS, StreamChannel, answer_stream
-from kwflow.wire import LIMITS, Limits
+from kwflow.wire.channel import DIAL_SECONDS, Accept
+from kwflow.wire.message import LIMITS, Limits
 
 PROTOCOL = "kwflow/1"
 MAX_ASKED = 32  # nodes asked at once to get back into the DHT
@@ -44,9 +44,9 @@ class Node:
     """One libp2p host with its p2pd, and one DHT node, in the running event loop.
 
         node = await Node.start(own_session=True, client=True, initial_peers=swarm.peers)
-        channel = await node.open(peer)                     # a kwflow.link.Channel
+        channel = await node.open(peer)                     # a kwflow.wire.channel.Channel
 
-    It is a ``kwflow.link.Transport`` and a ``kwflow.swarm.directory.Store``.
+    It is a ``kwflow.wire.channel.Transport`` and a ``kwflow.swarm.directory.Store``.
     """
 
     def __init__(self, daemon: Daemon, p2p: Any, dht: DHTNode, addrs: Sequence[str], silence: float):

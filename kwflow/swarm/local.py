@@ -17,9 +17,9 @@ from itertools import pairwise
 from typing import Any, Protocol, Self
 
 from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
-from kwflow.progress import bar
+from kwflow.kwargs.tree import as_int
+from kwflow.show.progress import bar
 from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_imports
-from kwflow.tree import as_int
 
 # NOTE [template] each worker imports for itself (10 s of CPU with its weights, all workers at once). Forks of a process
 # that has imported everything would start in a fraction, but not safely: numpy's and scipy's BLAS start threads when
@@ -228,7 +228,7 @@ def local_swarm(
 
     Raises SpanError, KwargError; what a worker says when it cannot serve, with the end of its log; else WorkerFailed.
     """
-    from kwflow.models.checkpoint import as_text
+    from kwflow.models.files.checkpoint import as_text
 
     where = as_text(model)
     if threads < 1:
@@ -264,7 +264,7 @@ def _spans(model: str, workers: int | Sequence[Span]) -> list[Span]:
         if not spans or any(start < 0 or stop <= start for start, stop in spans):
             raise SpanError(f"workers takes a number or spans (start, stop) with 0 <= start < stop, got {workers!r}")
         return spans
-    from kwflow.models.checkpoint import layer_count
+    from kwflow.models.files.checkpoint import layer_count
 
     layers = layer_count(model)
     if not 1 <= count <= layers:

@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
-from kwflow import __version__
-from kwflow.blocks import SpanSpec, with_block_fn
+from kwflow.blocks.span import SpanSpec, with_block_fn
+from kwflow.faults.faulty import Faulty
 from kwflow.models.spans import load_span
 from kwflow.swarm.directory import RENEW_SECONDS, TTL_SECONDS, WorkerRecord, announced
-from kwflow.swarm.faulty import Faulty
 from kwflow.swarm.hivemind import Node
 from kwflow.swarm.lifetime import Parent, end_group
-from kwflow.swarm.push import Neighbours
-from kwflow.swarm.worker import Served
+from kwflow.swarm.neighbours import Neighbours
+from kwflow.version import __version__
+from kwflow.worker.server import Served
 
 
 def load(

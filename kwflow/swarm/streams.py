@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from kwflow.errors import BudgetError, KwflowError, ProtocolError, WorkerFailed, to_wire
-from kwflow.link import Connection, Cut
-from kwflow.wire import FRAME_BYTES, LIMITS, Frames, Kind, Limits, Message, dumps, frame, frames, loads
+from kwflow.wire.channel import Connection, Cut
+from kwflow.wire.frames import FRAME_BYTES, Frames, Kind, frame, frames
+from kwflow.wire.message import LIMITS, Limits, Message, dumps, loads
 
 SILENCE_SECONDS = 5.0
 BEAT_SECONDS = 1.0
@@ -69,7 +70,7 @@ class _Inbox:
 
 
 class StreamChannel:
-    """A channel on one open stream (``kwflow.link.Channel``). Dropped without ``aclose``, it closes its stream too."""
+    """A channel on one open stream (a ``Channel``). Dropped without ``aclose``, it closes its stream too."""
 
     def __init__(
         self,

@@ -1,0 +1,299 @@
+"""Blocks as pure functions ``block_fn(params, hidden, **kwargs) -> hidden``, and spans of them.
+
+A block is a Hugging Face decoder layer, called as it is: attention is not written again. What a layer needs besides
+``hidden`` (causal mask, rotary cos/sin, ALiBi) is computed once per call for a whole span by a pure ``prepare``. No
+transformers here: ``kwflow.models`` builds the SpanSpecs.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kwflow.blocks.hooks import Act, acting
+from kwflow.blocks.kv import KV, StepCache
+from kwflow.blocks.patterns import eager, eager_mask
+from kwflow.blocks.projections import Act as Adapts
+from kwflow.blocks.projections import adapting
+from kwflow.errors import BlockError, CallerError, KwargError, UnknownKwarg
+from kwflow.kwargs import lora as adapt
+from kwflow.kwargs import prefix_kv as prefix
+from kwflow.kwargs import tree as trees
+from kwflow.kwargs.axes import Axed
+from kwflow.kwargs.bind import PerLayer, bind_kwargs
+from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.capture import take
+from kwflow.kwargs.edit import apply
+from kwflow.kwargs.points import PATTERN
+from kwflow.kwargs.schema import Schema
+from kwflow.kwargs.steer import add_prompts, add_steer, token_positions
+
+Params = Mapping[str, Tensor]
+
+# only CUDA has a type for it in torch
+NO_MEMORY = "can't allocate memory", "not enough memory", "MPS backend out of memory", "_STATUS_ALLOC_FAILED"
+
+
+class BlockFn(Protocol):
+    """The one contract: pure, the same locally and remotely."""
+
+    def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor: ...
+
+
+class Prepare(Protocol):
+    """What a span's layers need besides hidden, from this call's mask, positions and past length; by kind of layer."""
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        *,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        past: int,
+        kinds: Collection[str],
+    ) -> Mapping[str, Mapping[str, Any]]: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """What holds for one call of a span: the layers' arguments, token positions, keys and values."""
+
+    layer_args: Mapping[str, Mapping[str, Any]]  # by kind of layer
+    token_position: Tensor | None
+    cache: StepCache | None  # of the layer that runs
+    past: int = 0  # columns before these, a prefix's too
+    captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by layer and order there
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One decoder layer as a pure function; ``module`` gives the structure, ``params`` are its own tensors."""
+
+    layer: int
+    module: nn.Module
+    params: Params
+    prepare: Prepare
+    schema: Schema
+    cache_name: str
+    kind: str = "full_attention"  # layers of one kind share what prepare makes: full_attention, sliding_attention, …
+    custom: Callable[..., Tensor] | None = None
+    own: frozenset[str] = frozenset()  # the kwargs that ``custom`` declares
+    attention: str = ""  # the module that gives the attention pattern; none where this is empty
+    turn: Any = field(default_factory=threading.RLock)  # other params are put into the module while it runs
+
+    def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
+        """Run the block by hand; kwargs are one layer's part (no ``layer`` axis), ``steer`` may be a bare vector."""
+        span = (self.layer, self.layer + 1)
+        own = {}
+        for name, value in kwargs.items():
+            spec = self.schema.kwargs.get(name)
+            shared = spec and spec.group == "layers" and not spec.points
+            own[name] = PerLayer({self.layer: value}, None) if shared else value
+        sizes = {"batch": hidden.shape[0], "seq": hidden.shape[1], "key": hidden.shape[1]}
+        return run([self], [params], hidden, bind_kwargs([(span, self.schema)], span, own, sizes))
+
+    def __repr__(self) -> str:
+        return f"<block_fn of layer {self.layer}: {type(self.module).__name__}, takes {', '.join(self.schema.kwargs)}>"
+
+    def apply(self, params: Params, hidden: Tensor, call: Call, kwargs: Mapping[str, Any]) -> Tensor:
+        """Run the block within a prepared call."""
+        if self.custom is None:
+            return self._normal(params, hidden, call, kwargs)
+        given = {name: _bare(value) if name in self.own else value for name, value in kwargs.items()}
+        block = BoundBlock(self, call)
+        out = self.custom(params, hidden, block=block, **given)
+        if dropped := sorted(given.keys() - self.own - block.handed_on):
+            raise BlockError(
+                f"the block_fn of layer {self.layer} did not hand {', '.join(dropped)} on; it must call "
+                f"block(params, hidden, **kw)"
+            )
+        return out
+
+    def _normal(self, params: Params, hidden: Tensor, call: Call, kwargs: Mapping[str, Any]) -> Tensor:
+        prompts, steer = kwargs.get("prompts"), kwargs.get("steer")
+        if prompts is not None:
+            if call.token_position is None:
+                raise KwargError(
+                    "prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one"
+                )
+            hidden = add_prompts(hidden, prompts, call.token_position)
+        acts = self._acts(kwargs, hidden.shape, call.captured)
+        adapted = self._adapted(kwargs, hidden.shape)
+        for point in ("embed", "resid_pre"):
+            hidden = acts.pop(point)(hidden) if point in acts else hidden
+        last = acts.pop("resid", None)
+        args = dict(call.layer_args[self.kind])
+        if call.cache is not None:
+            args[self.cache_name] = call.cache
+        at_points, looked_at = acting(acts, self.layer) if acts else nullcontext(), nullcontext()
+        if PATTERN in acts:
+            args["attention_mask"] = eager_mask(args.get("attention_mask"), hidden, call.past)
+            looked_at = eager(self.module.get_submodule(self.attention))
+        with self.turn, at_points, looked_at, adapting(adapted, self.layer) if adapted else nullcontext():
+            if params is self.params:
+                out = self.module(hidden, **args)
+            else:
+                out = torch.func.functional_call(self.module, dict(params), (hidden,), args, strict=True)
+        out = out[0] if isinstance(out, tuple) else out
+        out = out if steer is None else add_steer(out, steer)
+        return out if last is None else last(out)
+
+    def _acts(
+        self, kwargs: Mapping[str, Any], shape: torch.Size, captured: dict[tuple[int, int], Tensor]
+    ) -> dict[str, Act]:
+        """What to do at each point: a mask of heads, then its edits in order, then its captures."""
+        edits, captures, mask = kwargs.get("edit", ()), kwargs.get("capture", ()), kwargs.get("head_mask")
+        heads = self.schema.sizes["head"]
+
+        def act(point: str) -> Act:
+            mine = [edit for edit in edits if edit["point"] == point]
+            wanted = {(self.layer, i): one for i, one in enumerate(captures) if one["point"] == point}
+
+            def at_point(activation: Tensor) -> Tensor:
+                if point == PATTERN:
+                    weights = activation.transpose(1, 2)  # (batch, seq, head, key)
+                    captured.update({key: take(weights, one, heads) for key, one in wanted.items()})
+                    return activation
+                out = activation.reshape(*shape[:2], activation.shape[-1])  # opt flattens rows before its feed-forward
+                if point == "head" and mask is not None:
+                    out = adapt.mask_heads(out, mask, heads)
+                for edit in mine:
+                    out = apply(out, edit, heads)
+                captured.update({key: take(out, one, heads) for key, one in wanted.items()})
+                return out.reshape(activation.shape)
+
+            return at_point
+
+        reached = {one["point"] for one in (*edits, *captures)} | ({"head"} if mask is not None else set())
+        return {point: act(point) for point in reached}
+
+    def _adapted(self, kwargs: Mapping[str, Any], shape: torch.Size) -> dict[str, Adapts]:
+        """What to do at each projection that has an adapter."""
+        given, rows = adapt.by_projection(kwargs.get("lora") or {}, kwargs.get("ia3") or {}), (shape[0], shape[1])
+        return {
+            name: lambda module, x, own=own: adapt.adapt(module, x, own, rows)  # type: ignore[misc]
+            for name, own in given.items()
+        }
+
+
+@dataclass(frozen=True)
+class BoundBlock:
+    """The normal block as a worker's own block_fn gets it: masks, positions and keys/values are inside."""
+
+    _block: Block
+    _call: Call
+    handed_on: set[str] = field(default_factory=set)  # the kwargs that it was called with
+
+    @property
+    def layer(self) -> int:
+        """The layer's absolute number."""
+        return self._block.layer
+
+    def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
+        self.handed_on.update(kwargs)
+        unknown = set(kwargs) - {"prompts", "steer", "edit", "capture", "lora", "ia3", "head_mask"}
+        if unknown:
+            taken = "prompts, steer, edit, capture, lora, ia3 and head_mask"
+            raise UnknownKwarg(f"the normal block takes {taken}, got {', '.join(sorted(unknown))}")
+        declared = {"prompts": ("batch", "prefix", "hidden"), "steer": ("hidden",), "head_mask": ("head",)}
+        given = {k: Axed(v, declared[k]) if isinstance(v, Tensor) else v for k, v in kwargs.items() if v is not None}
+        schema, sizes = self._block.schema, {"batch": hidden.shape[0]}
+        for name in ("lora", "ia3"):
+            if name in given:
+                given[name] = adapt.check(name, given[name], schema.projections, sizes, name, own_layer=True)
+        return self._block._normal(params, hidden, self._call, given)
+
+
+def run(
+    blocks: Sequence[Block],
+    params: Sequence[Params],
+    hidden: Tensor,
+    bound: Bound,
+    *,
+    past: int = 0,
+    attention_mask: Tensor | None = None,
+    kv: KV | None = None,
+    captured: list[Tensor] | None = None,
+) -> Tensor:
+    """Run consecutive blocks on ``hidden`` (batch, seq, hidden): prepare once, then one block after the other.
+
+    In a session ``past`` columns stand before these, ``attention_mask`` covers them all, and ``kv`` holds their keys;
+    a prefix's columns, before them, are counted in neither. ``captured`` is filled with what ``capture`` asks for, by
+    layer.
+    """
+    if captured is None and bound.captures():
+        raise KwargError("capture: blocks run by hand return hidden alone; flow.capture, sessions and generate capture")
+    ahead = prefix.length(bound)
+    if kv is not None:  # a prefix comes with the first step, and stays
+        kv.prefix = ahead = kv.prefix if past else ahead
+    given = bound.call()
+    mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
+    mask = attention_mask if mask is None else mask
+    if mask is not None and mask.dim() == 2:
+        mask = mask.expand(hidden.shape[0], -1)  # transformers' mask functions index rows
+    with _explained("preparing", blocks[0].layer, hidden, bound):
+        kinds = {block.kind for block in blocks}
+        seen, before = prefix.before(mask, ahead), past + ahead
+        prepared = blocks[0].prepare(hidden, attention_mask=seen, position_ids=positions, past=before, kinds=kinds)
+    where = token_positions(mask, past, hidden.shape[1], hidden.device)
+    call = Call(prepared, where, None, before)
+    for block, own in zip(blocks, params, strict=True):
+        who = "block" if block.custom is None else f"block_fn {getattr(block.custom, '__name__', block.custom)!r}"
+        with _explained(who, block.layer, hidden, bound, block.custom):
+            kwargs = bound.for_layer(block.layer)
+            mine = prefix.keys_values(kwargs.pop(prefix.NAME, None), hidden)
+            cache = None if kv is None and mine is None else StepCache(kv, before, mine)
+            out = block.apply(own, hidden, replace(call, cache=cache), kwargs)
+        if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
+            got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+            raise BlockError(
+                f"the block_fn of layer {block.layer} returned {got} for a hidden of {hidden.dtype} "
+                f"{tuple(hidden.shape)}; a block returns the shape and dtype that it got"
+            )
+        hidden = out
+    if captured is not None:
+        captured += [call.captured[key] for key in sorted(call.captured)]
+    return hidden
+
+
+@contextmanager
+def _explained(who: str, layer: int, hidden: Tensor, bound: Bound, custom: Any = None) -> Iterator[None]:
+    """What fails here fails on every worker: a BlockError, with the layer, the shapes and the function's own line."""
+    try:
+        yield
+    except CallerError:
+        raise
+    except Exception as error:
+        if of_the_machine(error):
+            raise
+        raise BlockError(
+            f"{who} of layer {layer} raised {type(error).__name__}{_line(error, custom)}: {error} "
+            f"(hidden {tuple(hidden.shape)}; {bound.describe() or 'no kwargs'})"
+        ) from error
+
+
+def _line(error: BaseException, custom: Any) -> str:
+    """Where in the caller's own function, whose ``def`` is line 1; its traceback stays with the worker."""
+    code = getattr(custom, "__code__", None)
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+    return f" in its line {lines[-1] - code.co_firstlineno + 1}" if code and lines else ""
+
+
+def of_the_machine(error: BaseException) -> bool:
+    """Whether this machine's memory ran out or its device broke, which another's need not."""
+    named = isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError | MemoryError)
+    return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY))
+
+
+def _bare(value: Any) -> Any:
+    """A kwarg's tree with plain tensors."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    return value.tensor if isinstance(value, Axed) else trees.map_leaves(lambda leaf: leaf.tensor, value)

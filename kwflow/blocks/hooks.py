@@ -1,0 +1,74 @@
+"""Where a layer can be reached from outside: hooks on its modules that act only within ``acting``.
+
+    attn, mlp   what that part adds to the residual stream      head   the attention's heads, before their projection
+    pattern     the attention's weights, which can be looked at only
+
+The hooks are put in once, when a layer is loaded, and ask a ContextVar: calls in other threads do not see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from kwflow.errors import BlockError
+from kwflow.kwargs.points import PATTERN
+
+Act = Callable[[Tensor], Tensor]  # (batch, seq, features) to the same
+_acting: ContextVar[tuple[dict[str, Act], set[str]] | None] = ContextVar("kwflow_acting", default=None)
+
+
+def install(layer: nn.Module, paths: Mapping[str, str]) -> None:
+    """Make the points of a layer: ``{"attn": module, "mlp": module, "head": output projection}``, dotted names."""
+    for point, path in paths.items():
+        module = layer.get_submodule(path)
+        if point == PATTERN:
+            module.register_forward_hook(_weights)
+        elif point == "head":
+            module.register_forward_pre_hook(_before(point))
+        else:
+            module.register_forward_hook(_after(point))
+
+
+@contextmanager
+def acting(acts: dict[str, Act], layer: int) -> Iterator[None]:
+    """Within, each act takes what its point holds and gives what goes on. Raises BlockError if one was not reached."""
+    reached: set[str] = set()
+    token = _acting.set((acts, reached))
+    try:
+        yield
+    finally:
+        _acting.reset(token)
+    if missed := acts.keys() - reached:
+        raise BlockError(f"layer {layer} did not come by its point {sorted(missed)[0]!r}, so nothing was edited there")
+
+
+def _act(point: str, activation: Tensor) -> Tensor:
+    current = _acting.get()
+    if current is None or point not in current[0]:
+        return activation
+    current[1].add(point)
+    return current[0][point](activation)
+
+
+def _weights(_: nn.Module, __: Any, out: Any) -> None:
+    if isinstance(out, tuple) and len(out) > 1 and isinstance(out[1], Tensor):
+        _act(PATTERN, out[1])
+
+
+def _before(point: str) -> Any:
+    def hook(_: nn.Module, args: tuple[Any, ...]) -> Any:
+        return (_act(point, args[0]), *args[1:])
+
+    return hook
+
+
+def _after(point: str) -> Any:
+    def hook(_: nn.Module, __: Any, out: Any) -> Any:
+        return (_act(point, out[0]), *out[1:]) if isinstance(out, tuple) else _act(point, out)
+
+    return hook

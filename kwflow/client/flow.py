@@ -1,0 +1,332 @@
+"""The client: a Flow is a function of hidden and kwargs over layers of the model, wherever they run.
+
+    flow(hidden, **kwargs): bind -> route -> cut rows and layers -> requests -> join
+
+Links and routing are injected (``Peers``): nothing here knows libp2p or transformers. Control is never a kwarg: it
+is set by ``flow.options(...)``.
+"""
+
+# B batch, S seq, D hidden
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow.autograd.transforms import _in_forward_mode, is_wrapped
+from kwflow.client.call import Estimate, Plan, PlanCall, bind, join_rows, schemas_of
+from kwflow.client.inputs import Ends, _no_capture, check_hidden, token_ids
+from kwflow.client.options import Options
+from kwflow.client.page import flow_page
+from kwflow.client.peers import Hop, Peers
+from kwflow.client.request import Dispatcher
+from kwflow.client.retry import Retry
+from kwflow.client.session import Session
+from kwflow.errors import DeadlineError, KwargError, SpanError, UnsupportedError
+from kwflow.kwargs.axes import Axed
+from kwflow.kwargs.bind import Schemas, in_all
+from kwflow.kwargs.bound import Bound, Span
+from kwflow.kwargs.capture import Capture, pick
+from kwflow.kwargs.positions import Columns
+from kwflow.kwargs.schema import Spec
+from kwflow.kwargs.tree import as_int
+from kwflow.wire import channel, loop
+
+
+class Flow:
+    """Layers ``[start, stop)`` of a model as one function; ``flow[a:b]`` is a Flow too.
+
+        out = flow(hidden, attention_mask=mask, steer={12: v})       # (batch, seq, hidden), before the final norm
+
+    Differentiable with respect to hidden and every float kwarg, by plain autograd and by torch.func.
+    """
+
+    def __init__(self, ends: Ends, peers: Peers, span: Span, options: Options | None = None):
+        self.ends, self.peers, self.span, self._options = ends, peers, span, options or Options()
+
+    @property
+    def start(self) -> int:
+        return self.span[0]
+
+    @property
+    def stop(self) -> int:
+        return self.span[1]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's own (transformers'), padding on the left. Raises ModelError where its folder has none."""
+        return self.ends.tokenizer
+
+    def __getitem__(self, layers: slice) -> Flow:
+        """A slice by absolute layer numbers, within this flow's span."""
+        if not isinstance(layers, slice) or layers.step not in (None, 1):
+            number = as_int(layers)
+            first = self.start if number is None or not self.start <= number < self.stop else number
+            raise SpanError(f"flow[{layers!r}]: give a slice of layers such as flow[{first}:{first + 1}]")
+        start = self.start if layers.start is None else as_int(layers.start)
+        stop = self.stop if layers.stop is None else as_int(layers.stop)
+        if start is None or stop is None or not self.start <= start < stop <= self.stop:
+            said = ":".join("" if end is None else repr(end) for end in (layers.start, layers.stop))
+            raise SpanError(f"flow[{said}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)")
+        return Flow(self.ends, self.peers, (start, stop), self._options)
+
+    def options(self, **changes: Any) -> Flow:
+        """A Flow that runs otherwise: ``timeout`` seconds, ``batch_tokens``, ``peers_blocked``, ``dtype="float64"``,
+        ``push`` (in sessions, workers hand outputs on to each other)."""
+        unknown = set(changes) - set(Options.__dataclass_fields__)
+        if unknown:
+            raise KwargError(f"no option {sorted(unknown)[0]!r}; options are {', '.join(Options.__dataclass_fields__)}")
+        if "peers_blocked" in changes:
+            given = changes["peers_blocked"]
+            changes["peers_blocked"] = (given,) if isinstance(given, str) else tuple(given)
+        if isinstance(changes.get("dtype"), torch.dtype):
+            changes["dtype"] = str(changes["dtype"]).removeprefix("torch.")
+        for name in {"timeout", "batch_tokens"} & set(changes):
+            number = as_int(changes[name])
+            changes[name] = changes[name] if number is None else number
+        options = replace(self._options, **changes)
+        if options.dtype not in (None, "float32", "float64"):
+            raise KwargError(f"option dtype is {options.dtype!r}; a worker upcasts to 'float32' or 'float64'")
+        timeout, tokens = options.timeout, options.batch_tokens
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
+            raise KwargError(f"option timeout is {timeout!r}; give a finite number of seconds")
+        if type(options.push) is not bool:
+            raise KwargError(f"option push is {options.push!r}; give True or False")
+        if type(tokens) is not int or tokens < 1:
+            raise KwargError(f"option batch_tokens is {tokens!r}; give a number of tokens")
+        return Flow(self.ends, self.peers, self.span, options)
+
+    def __repr__(self) -> str:
+        dtype = str(self.ends.dtype).removeprefix("torch.")
+        workers = workers_run(self.peers.hellos(), self.span)
+        also = "" if workers in ("", dtype) else f", workers {workers}"
+        return f"Flow({self.ends.name}, layers {self.start}:{self.stop}, {dtype}{also})"
+
+    def _repr_html_(self) -> str:
+        return flow_page(repr(self), self.ends.layers, self.span, self.peers, self._options.peers_blocked)
+
+    # ---- calls
+
+    @torch.compiler.disable(reason="the layers run on workers")
+    def __call__(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        """Run the layers on ``hidden`` (batch, seq, hidden) with kwargs; returns the residual before the final norm.
+
+        Raises UnknownKwarg, KwargError, ShapeError, AxesError, SpanError before anything is sent; WorkerFailed,
+        NoRoute or DeadlineError by ``options(timeout=)``.
+        """
+        _no_capture(kwargs)
+        return self._outputs(hidden, kwargs)[0]
+
+    @torch.compiler.disable(reason="the layers run on workers")
+    def capture(
+        self, points: Mapping[str, Any], hidden: Tensor, *, at: Any = "all", mean: bool = False, **kwargs: Any
+    ) -> tuple[Tensor, Capture]:
+        """A call that also brings back what is at points of layers.
+
+            out, acts = flow.capture({"resid": [3, 8], "attn": [3]}, at="prompt[-1]", **x)
+            acts["resid", 3]                                             # (batch, pos, hidden), acts.mask (batch, pos)
+
+        Only what is asked for travels. Differentiable, as the output is. See ``kf.Capture``; at=: ``kwargs.positions``.
+        """
+        acts = Capture(points, at=at, mean=mean)
+        check_hidden(hidden, self.ends.hidden_size)
+        if kwargs.get("capture") is not None or hidden.numel() == 0:
+            raise KwargError("flow.capture takes points, and a hidden with at least one row and column")
+        out, *values = self._outputs(hidden, {**kwargs, "capture": acts})
+        mask = kwargs.get("attention_mask")
+        mask = mask.tensor if isinstance(mask, Axed) else mask
+        acts.take(pick(at, Columns.of_call(mask, hidden.shape[1])), values, hidden.shape[0])
+        return out, acts
+
+    def _outputs(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
+        """Hidden, then what is captured."""
+        with self.dispatcher.retry() as retry:
+            return self._run(self._plan(hidden, kwargs, retry), hidden, retry)
+
+    def run_bound(self, hidden: Tensor, bound: Bound) -> Sequence[Tensor]:
+        """Run the layers with kwargs that are bound to them already: hidden, then what is captured."""
+        with self.dispatcher.retry() as retry:
+            return self._run(self._cut(self.dispatcher.route(self.span, retry), bound, hidden), hidden, retry)
+
+    def _run(self, plan: Plan, hidden: Tensor, retry: Retry) -> Sequence[Tensor]:
+        tensors = (hidden, *plan.bound.tensors)
+        if hidden.numel() == 0:
+            reached = [t.sum().to(hidden.dtype) * 0 for t in plan.bound.tensors if t.requires_grad]
+            return [sum(reached, hidden.clone())]
+        if any(is_wrapped(t) for t in tensors) or _in_forward_mode(tensors):
+            return plan.by_spans(tensors, retry)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            # of inference tensors nobody can tell in backward whether they were changed since, nor save them for it
+            tensors = tuple(t.clone() if t.is_inference() else t for t in tensors)
+            own = replace(plan, bound=plan.bound.with_tensors(tensors[1:]))
+            return PlanCall.apply(own, retry, *tensors)  # type: ignore[no-any-return]
+        return plan.forward(tensors, retry)[0]
+
+    async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:
+        """The async form of a call, from any event loop; without gradients."""
+        _no_capture(kwargs)
+        retry = self.dispatcher.retry()
+        try:
+            async with asyncio.timeout(retry.timeout):
+                plan = await self._planned(hidden, kwargs, retry)
+                tensors = (hidden, *plan.bound.tensors)
+                if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+                    raise UnsupportedError("flow.acall is not differentiable; call flow(...) or use torch.no_grad()")
+                if hidden.numel() == 0:
+                    return hidden.clone()
+                runs = await asyncio.wrap_future(loop.submit(plan.run(plan.split(tensors), retry)))
+                return join_rows(runs)[0]
+        except TimeoutError as error:
+            what = f"a call of layers {self.start}:{self.stop}"
+            raise DeadlineError(f"{what} did not end in {retry.timeout:g} s (flow.options(timeout=…))") from error
+
+    def check(self, hidden: Tensor, **kwargs: Any) -> None:
+        """Check a call as it is checked before it is sent, and send nothing. hidden and values may be on "meta"."""
+        self.plan(hidden, kwargs)
+
+    def estimate(self, hidden: Tensor, **kwargs: Any) -> Estimate:
+        """Which workers a call would go through, in how many sub-batches, and how many bytes; nothing is sent.
+
+        print(flow.estimate(**x, capture=kf.Capture(resid=range(30))))
+        """
+        return self.plan(hidden, kwargs).estimate(hidden)
+
+    def plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
+        """Route and bind one call, without running it."""
+        return self._plan(hidden, kwargs, self.dispatcher.retry())
+
+    def plan_bound(self, hidden: Tensor, bound: Bound) -> Plan:
+        """The same with kwargs that are bound to these layers already."""
+        return self._cut(self.dispatcher.route(self.span, self.dispatcher.retry()), bound, hidden)
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """What brings this flow's requests to workers."""
+        return Dispatcher(self.peers, self._options)
+
+    def _bind(self, hidden: Tensor, kwargs: Mapping[str, Any], schemas: Schemas) -> Bound:
+        """A caller's tensors are computed with on the caller's thread only: torch.func's state is of a thread."""
+        batch, seq, _ = hidden.shape
+        return bind(schemas, self.span, kwargs, {"batch": batch, "seq": seq, "key": seq})
+
+    async def _planned(self, hidden: Tensor, kwargs: Mapping[str, Any], retry: Retry) -> Plan:
+        """The async form of :meth:`_plan`."""
+        check_hidden(hidden, self.ends.hidden_size)
+        route = await self.dispatcher.aroute(self.span, retry, functools.partial(self._bind, hidden, kwargs))
+        return self._cut(route, self._bind(hidden, kwargs, schemas_of(route)), hidden)
+
+    def _plan(self, hidden: Tensor, kwargs: Mapping[str, Any], retry: Retry) -> Plan:
+        check_hidden(hidden, self.ends.hidden_size)
+        route = self.dispatcher.route(self.span, retry, functools.partial(self._bind, hidden, kwargs))
+        return self._cut(route, self._bind(hidden, kwargs, schemas_of(route)), hidden)
+
+    def _cut(self, route: Sequence[Hop], bound: Bound, hidden: Tensor) -> Plan:
+        """Cut a call's rows by what the workers take at once."""
+        batch, seq, _ = hidden.shape
+        limits = [hop.hello.get("limits", {}).get("batch_tokens") for hop in route]  # what each worker takes at once
+        tokens = min([self._options.batch_tokens, *(limit for limit in limits if limit)])
+        rows = max(1, tokens // max(1, seq))
+        cuts = tuple((at, min(at + rows, batch)) for at in range(0, batch, rows))
+        return Plan(self.peers, tuple(route), bound, cuts, self._options)
+
+    # ---- the client's own part of the model
+
+    def inputs(
+        self, texts: str | Sequence[str] | Mapping[str, Tensor] | Tensor, *, prefix: int = 0
+    ) -> dict[str, Tensor]:
+        """Embed texts, token ids or a tokenizer's output: the arguments of a call, ``flow(**flow.inputs("Hello"))``.
+
+        ``hidden``, ``attention_mask`` and, where the family's blocks take them, ``position_ids``. Texts of different
+        lengths are padded on the left. Positions count unmasked tokens, as ``generate`` does, from ``prefix`` on: the
+        columns of a ``prefix_kv=``.
+        """
+        before = as_int(prefix)
+        if before is None or before < 0:
+            raise KwargError(f"prefix is {prefix!r:.40}; give the number of columns of the prefix_kv that is to come")
+        ids, mask = token_ids(self.ends, texts)
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0) + before
+        out = {"hidden": self.embed(ids, position_ids=positions), "attention_mask": mask}
+        return {**out, "position_ids": positions} if self.ends.takes_positions else out
+
+    def kwargs(self) -> dict[str, Spec]:
+        """The kwargs that some of this flow's layers take beside attention_mask and position_ids."""
+        route = self.dispatcher.route(self.span, self.dispatcher.retry())
+        return {n: spec for hop in route for n, spec in hop.schema.kwargs.items() if spec.group != "call"}
+
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """What ``lora`` and ``ia3`` may name in all of this flow's layers: features in and out, by dotted name."""
+        route = self.dispatcher.route(self.span, self.dispatcher.retry())
+        return in_all([hop.schema.projections for hop in route])
+
+    def embed(self, input_ids: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
+        """Token ids (batch, seq) to hidden (batch, seq, hidden), with learned positions where the family has them."""
+        return self.ends.embed(input_ids, position_ids)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """The final norm and language-model head: hidden (batch, seq, hidden) to logits (batch, seq, vocab)."""
+        check_hidden(hidden, self.ends.hidden_size)
+        return self.ends.head(hidden)
+
+    def session(self, max_length: int | None = None, *, replay: str = "stepwise") -> Session:
+        """Keys and values kept on the workers over steps; a context manager.
+
+        ``max_length``: columns that the workers keep room for from the first step on, and refuse at once where they
+        have too little (WorkerFull). None: room grows as it is needed, and a worker that is full then is replaced by
+        one that is not; workers of older versions keep room for 2048 columns behind the first step's.
+        ``replay``: how the steps of a worker that failed are repeated on others: "stepwise", one by one, bitwise the
+        same where the workers' numerics are; "merged", joined where axes and rotary scaling allow, faster and equal but
+        for rounding.
+        """
+        if self._options.dtype:
+            raise UnsupportedError("a session runs in the workers' dtype; options(dtype=) is for calls")
+
+        return Session(self.ends, self.dispatcher, self.span, max_length, replay)
+
+    def timed(self) -> AbstractContextManager[list[channel.Timing]]:
+        """Collect where the time of the calls, gradients and steps inside goes: one Timing for each request.
+
+            with flow.timed() as timings:
+                out = flow(**x)
+            print(*timings, sep="\\n")               # by worker: network, queue and compute seconds, bytes both ways
+            kf.notebook.latency(timings)
+
+        Of all that goes over this flow's links: its slices, sessions and models too, from any thread. A call makes one
+        request for each worker and sub-batch. Requests that failed are left out.
+        """
+        return self.peers.pool.timed()
+
+    # ---- lifetime
+
+    def close(self) -> None:
+        """Close the links of this flow and of its slices."""
+        self.peers.close()
+
+    def __enter__(self) -> Flow:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def workers_run(hellos: Sequence[Mapping[str, Any]], span: Span) -> str:
+    """How the workers that were met compute these layers: ``nf4 bfloat16``, or each by its layers where they differ."""
+    said: dict[str, list[str]] = {}
+    for hello in hellos:
+        start, stop = hello["span"]
+        if max(start, span[0]) < min(stop, span[1]):
+            device = hello.get("device", "cpu")
+            how = [hello.get("quantization", ""), hello["dtype"], "" if device == "cpu" else f"on {device}"]
+            said.setdefault(" ".join(filter(None, how)), []).append(f"{start}:{stop}")
+    if len(said) < 2:
+        return "".join(said)
+    return ", ".join(f"{how} {' '.join(sorted(set(spans)))}" for how, spans in said.items())

@@ -1,0 +1,79 @@
+"""How a flow and a session show themselves in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from kwflow.client.peers import Hop, Known, Peers
+from kwflow.client.retry import Retry, wait
+from kwflow.errors import KwflowError
+from kwflow.show import html as pages
+
+if TYPE_CHECKING:
+    from kwflow.client.stage import Replay, Stage
+    from kwflow.kwargs.bound import Span
+
+LOOK_SECONDS = 2.0  # that workers are given to say who they are
+
+
+def flow_page(title: str, layers: int, span: Span, peers: Peers, blocked: Collection[str]) -> str:
+    """A map of workers × layers: who serves which, computes how, and takes part in the next call."""
+    route, said = list[Hop](), ""
+    try:
+        retry = Retry(peers, LOOK_SECONDS, blocked)
+        route = peers.snapshot(*span, blocked) or wait(retry, retry.route_at_once(*span), span)
+    except KwflowError as error:
+        said = f"no route for the next call: {error}"
+    bars = [_bar(worker, route, blocked) for worker in peers.known()]
+    return pages.page(title, pages.layers_map(layers, span, bars), pages.line(said) if said else "")
+
+
+def _bar(worker: Known, route: Sequence[Hop], blocked: Collection[str]) -> pages.Bar:
+    wrong = "blocked" if worker.peer in blocked else "failed just now" if worker.avoided else ""
+    own = [f"{hop.start}:{hop.stop} of the next call" for hop in route if hop.peer == worker.peer]
+    how = ", ".join([*_computes(worker), *own])
+    return pages.Bar(worker.peer[-8:], worker.start, worker.stop, how, wrong)
+
+
+def _computes(worker: Known) -> list[str]:
+    if worker.hello is None:
+        return ["not asked yet"]
+    device = worker.hello.get("device", "cpu")
+    parts = worker.hello.get("quantization", ""), worker.hello["dtype"], "" if device == "cpu" else f"on {device}"
+    return [" ".join(filter(None, parts))]
+
+
+def session_page(title: str, stages: Sequence[Stage], replays: Sequence[Replay]) -> str:
+    """The workers that hold its keys and values, the kwargs of its columns, and the workers that it lost."""
+    workers = [[f"{s.hop.start}:{s.hop.stop}", s.hop.peer[-8:], f"{len(s.steps)}"] for s in stages]
+    parts = [pages.table(["layers", "worker", "steps taken"], workers)] if workers else [pages.line("no step yet")]
+    if given := _kwargs(stages):
+        parts.append(pages.table(["columns", "kwargs"], given))
+    if replays:
+        header = ["column", "layers", "worker lost", "why", "went to", "steps again", "seconds"]
+        parts.append(pages.table(header, [_lost(one) for one in replays]))
+    else:
+        parts.append(pages.line("no worker was lost", dim=True))
+    return pages.page(title, *parts)
+
+
+def _kwargs(stages: Sequence[Stage]) -> list[list[str]]:
+    """Which kwargs were given for which columns; neighbours with the same are one row."""
+    names: dict[int, set[str]] = {}
+    for step in (step for stage in stages for step in stage.steps):
+        for column in range(step.start, step.stop):
+            names.setdefault(column, set()).update(step.bound.names())
+    rows = []
+    for given, same in groupby(sorted(names), key=lambda column: sorted(names[column])):
+        columns = list(same)
+        rows.append([f"{columns[0]}:{columns[-1] + 1}", ", ".join(given) or "none"])
+    return rows
+
+
+def _lost(one: Replay) -> list[str]:
+    by = ", ".join(f"{peer[-8:]} ({start}:{stop})" for peer, start, stop in one.by)
+    again = f"{one.steps} {one.mode}" + (", bitwise" if one.bitwise else "")
+    layers = f"{one.layers[0]}:{one.layers[1]}"
+    return [f"{one.position}", layers, one.peer[-8:], one.reason, by, again, f"{one.seconds:.2f}"]

@@ -1,0 +1,337 @@
+"""Where a flow's workers come from: hops, the ``Peers`` contract, and the workers that a client knows and avoids."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kwflow.client.routing import Serves, covers, plan
+from kwflow.errors import CallerError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
+from kwflow.kwargs.schema import Schema
+from kwflow.wire import channel, loop
+from kwflow.wire.hello import read as read_hello
+from kwflow.wire.message import Message
+
+log = logging.getLogger(__name__)
+
+BAN_SECONDS = 5.0  # until a worker that failed is asked how it is; doubled at each failure in a row
+LONGEST_BAN = 60.0
+HELLO_SECONDS = 10.0  # for a worker to say what it serves
+NO_HELLO = CallerError, LookupError, TypeError, ValueError, AttributeError  # what nonsense in a hello raises
+PROBE_SECONDS = 0.25  # before it is asked again where there is no other; doubled likewise
+
+
+@dataclass(frozen=True)
+class Ban:
+    """A worker that failed: how often in a row, when it is asked how it is, and until when nobody asks it at all."""
+
+    failures: int
+    until: float
+    silent_until: float
+
+    @classmethod
+    def after(cls, failures: int) -> Ban:
+        now, doubled = time.monotonic(), 2.0 ** min(failures - 1, 16)
+        until = now + min(BAN_SECONDS * doubled, LONGEST_BAN)
+        return cls(failures, until, now + min(PROBE_SECONDS * doubled, BAN_SECONDS))
+
+
+class KnownPeers:
+    """Workers by a view that someone refreshes; what they said in hello; who failed. See ``retry.Peers``.
+
+    Routes avoid a worker that failed until it has answered again. It is asked in the background, off the call path: to
+    dial it may take seconds.
+    """
+
+    def __init__(
+        self,
+        transport: channel.Transport,
+        view: Callable[[], Sequence[Serves]],
+        *,
+        checkpoint: str = "",
+        looked: Callable[[], float] = time.monotonic,
+        others: Callable[[], Awaitable[str]] | None = None,
+        stop: Callable[[], Awaitable[None]] | None = None,
+    ):
+        self.pool = channel.Pool(transport)
+        self.checkpoint = checkpoint
+        self.last_failure: WorkerFailed | None = None
+        self.looked = looked  # from when on the view is, by time.monotonic()
+        self._view, self._others = view, others  # others: what to say where the view is empty
+        self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
+        self._hellos: dict[str, dict[str, Any]] = {}
+        self._bans: dict[str, Ban] = {}
+        self._served: dict[int, set[str]] = {}  # layer -> the workers that a route was given with
+        self._schemas: dict[int, Schema] = {}  # layer -> what the last one of these takes
+
+    async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
+        """Hops that cover ``[start, stop)``; a worker that does not answer hello, or serves other weights, is left out.
+
+        Raises NoRoute; ModelError when only workers with other weights are left; CallerError once it is closed.
+        """
+        tried: set[str] = set()
+        while True:
+            self._refuse_closed()
+            now = time.monotonic()
+            silent = {peer for peer, ban in self._bans.items() if ban.silent_until > now}
+            view = self._matching()
+            try:
+                hops = plan(view, start, stop, blocked={*blocked, *tried, *self._bans})
+            except NoRoute:
+                try:  # better a worker that failed lately than none
+                    hops = plan(view, start, stop, blocked={*blocked, *tried, *silent})
+                except NoRoute as error:
+                    self._refuse_others(start, stop)
+                    if self._others is not None and not self._view():
+                        raise NoRoute(f"layers {start}:{stop}: {await self._others()}") from self.last_failure
+                    raise error from self.last_failure
+            try:
+                route = [_hop(peer, a, b, await self._hello(peer)) for peer, a, b in hops]
+            except WorkerFailed as error:
+                self.failed(error)
+                tried.add(error.peer or "")
+                continue
+            if all(_checkpoint(hop.hello) == self.checkpoint for hop in route) or not self.checkpoint:
+                self._note_served(route)
+                return route
+
+    def snapshot(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop] | None:
+        """The route as far as it is known, so that a call need not ask for it on the network thread.
+
+        None where a worker must be asked first, or none is left that has not failed lately.
+        """
+        self._refuse_closed()
+        hellos, avoided = dict(self._hellos), list(self._bans)  # the network thread goes on meanwhile
+        try:
+            hops = plan(self._matching(), start, stop, blocked={*blocked, *avoided})
+            route = [_hop(peer, a, b, hellos[peer]) for peer, a, b in hops]
+        except (NoRoute, KeyError, WorkerFailed):
+            return None
+        self._note_served(route)
+        return route
+
+    def last_known(self, start: int, stop: int) -> list[tuple[tuple[int, int], Schema]] | None:
+        """What the layers' workers took when they were met last, layer by layer; None where one was never met."""
+        found = [(layer, self._schemas.get(layer)) for layer in range(start, stop)]
+        known = [((layer, layer + 1), schema) for layer, schema in found if schema is not None]
+        return known if len(known) == len(found) else None
+
+    def _refuse_closed(self) -> None:
+        if not self._ended.alive:  # else a call would wait for workers until its deadline
+            raise CallerError("the flow is closed; kf.connect gives another")
+
+    def _matching(self) -> list[Serves]:
+        """The workers that serve this client's weights, as far as is known."""
+        return [worker for worker in self._view() if self._weights(worker) in ("", self.checkpoint)]
+
+    def _note_served(self, route: Sequence[Hop]) -> None:
+        for hop in route:
+            for layer in range(*hop.span):
+                self._served.setdefault(layer, set()).add(hop.peer)
+                self._schemas[layer] = hop.schema
+
+    def _weights(self, worker: Serves) -> str:
+        """The checkpoint that a worker serves, by its own word or else the directory's; "" where it does not matter."""
+        if not self.checkpoint:
+            return ""
+        hello = self._hellos.get(worker.peer)
+        return worker.checkpoint if hello is None else _checkpoint(hello) or "unknown"
+
+    def _refuse_others(self, start: int, stop: int) -> None:
+        """Raise ModelError if the layers could be had, but for the weights."""
+        view = self._view()
+        theirs = {worker.peer: self._weights(worker) for worker in view}
+        ours = [worker for worker in view if theirs[worker.peer] in ("", self.checkpoint)]
+        if not covers(ours, start, stop) and covers(view, start, stop):
+            others = [f"{one[:16]} on {peer[-8:]}" for peer, one in sorted(theirs.items()) if one != self.checkpoint]
+            raise ModelError(
+                f"layers {start}:{stop} are served with other weights: this client's checkpoint is "
+                f"{self.checkpoint[:16]}, the swarm's {', '.join(others)}; both must come from the same files "
+                f"(a hub id can name a commit, user/name@commit)"
+            )
+
+    async def _hello(self, peer: str) -> dict[str, Any]:
+        if peer not in self._hellos:
+            try:
+                async with asyncio.timeout(HELLO_SECONDS):
+                    reply = await self.pool(peer, Message({"op": "hello"}))
+                hello = read_hello(reply.meta["hello"])
+            except TimeoutError:
+                raise WorkerFailed(f"did not answer hello in {HELLO_SECONDS:g} s", peer=peer) from None
+            except NO_HELLO as error:
+                raise WorkerFailed(f"answered hello with something else: {error!r:.80}", peer=peer) from error
+            self._hellos[peer] = hello
+            self._bans.pop(peer, None)
+        return self._hellos[peer]
+
+    def hellos(self) -> list[dict[str, Any]]:
+        """What the workers that this client has met say of themselves."""
+        return list(self._hellos.values())
+
+    def known(self) -> list[Known]:
+        """The workers that serve some layers now, as far as this client knows; nobody is asked."""
+        return [
+            Known(one.peer, one.start, one.stop, self._hellos.get(one.peer), self.avoided(one.peer))
+            for one in self._view()
+        ]
+
+    def failed(self, error: WorkerFailed) -> None:
+        """Keep a worker that failed out of the next routes, until it answers again."""
+        self.last_failure = copy.copy(error)  # without the traceback, which holds the call's tensors
+        if error.peer and not isinstance(error, WorkerFull):
+            self._hellos.pop(error.peer, None)
+            ban = self._bans.get(error.peer)
+            if ban is None or ban.silent_until < time.monotonic():  # else it was under way when the worker failed
+                ban = self._bans[error.peer] = Ban.after(1 if ban is None else ban.failures + 1)
+                loop.submit(_ask_again(weakref.ref(self), error.peer, ban))
+
+    async def ask_again(self, peer: str, ban: Ban) -> None:
+        """Ask a worker how it is, unless it answered or failed meanwhile; one that left the directory is forgotten."""
+        if self._bans.get(peer) is not ban or not self._ended.alive:
+            return
+        if all(one.peer != peer for one in self._view()):
+            del self._bans[peer]
+            return
+        try:
+            await self._hello(peer)
+        except WorkerFailed as error:
+            self.failed(error)
+        except KwflowError as error:  # whatever it is, it will be asked again
+            self.failed(WorkerFailed(f"answered hello with {type(error).__name__}: {error}", peer=peer))
+
+    def avoided(self, peer: str) -> bool:
+        """Whether routes avoid a worker, because it failed and has not answered since."""
+        return peer in self._bans
+
+    def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+        """Whether workers other than those served these layers to this client before."""
+        return all(self._served.get(layer, set()) - set(blocked) for layer in range(start, stop))
+
+    def named(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+        """Whether workers other than those are named for these layers, avoided ones too."""
+        return covers([one for one in self._matching() if one.peer not in blocked], start, stop)
+
+    def close(self) -> None:
+        """Close every link; calling it again does nothing."""
+        self._ended()
+
+
+async def _ask_again(peers: weakref.ref[KnownPeers], peer: str, ban: Ban) -> None:
+    await asyncio.sleep(ban.until - time.monotonic())
+    if (known := peers()) is not None:
+        await known.ask_again(peer, ban)
+
+
+def _end(pool: channel.Pool, stop: Callable[[], Awaitable[None]] | None) -> None:
+    async def end() -> None:
+        await pool.aclose()
+        if stop is not None:
+            await stop()
+
+    if loop.on_network_thread():  # whoever had it last asked a worker there
+        loop.submit(end())
+        return
+    try:
+        loop.run(end(), 5.0)
+    except (TimeoutError, KwflowError, OSError, RuntimeError) as error:
+        log.info("closing links: %s", error)
+
+
+def _hop(peer: str, start: int, stop: int, hello: Mapping[str, Any]) -> Hop:
+    """Raises WorkerFailed where a worker has other layers than the directory says."""
+    first, last = hello["span"]
+    if not first <= start < stop <= last:
+        raise WorkerFailed(f"serves layers {first}:{last}, by its own word, not {start}:{stop}", peer=peer)
+    return Hop(peer, start, stop, hello)
+
+
+def _checkpoint(hello: Mapping[str, Any]) -> str:
+    return str(hello["fingerprint"].get("checkpoint", ""))
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One worker on a route and the layers it runs for this flow."""
+
+    peer: str
+    start: int
+    stop: int
+    hello: Mapping[str, Any]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.start, self.stop
+
+    @property
+    def schema(self) -> Schema:
+        return self.hello["schema"]
+
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """What its values depend on, down to the last bit."""
+        return dict(self.hello.get("fingerprint", {}))
+
+
+@dataclass(frozen=True)
+class Known:
+    """A worker as a client knows it; ``hello``: what it said of itself, None if it was not asked since it failed."""
+
+    peer: str
+    start: int
+    stop: int
+    hello: Mapping[str, Any] | None
+    avoided: bool  # by routes, because it failed
+
+
+class Peers(Protocol):
+    """Where a flow's workers come from; shared by its slices."""
+
+    pool: channel.Pool
+
+    async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
+        """Hops that cover ``[start, stop)`` now. Raises NoRoute."""
+        ...
+
+    def snapshot(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop] | None:
+        """The same from what is known already, from any thread; None where somebody must be asked."""
+        ...
+
+    def last_known(self, start: int, stop: int) -> list[tuple[tuple[int, int], Schema]] | None:
+        """What the workers of these layers took when they were met last; None where some were never met."""
+        ...
+
+    def hellos(self) -> Sequence[Mapping[str, Any]]:
+        """What the workers that were met say of themselves."""
+        ...
+
+    def known(self) -> Sequence[Known]:
+        """The workers that serve some layers now, as far as this client knows; nobody is asked."""
+        ...
+
+    def failed(self, error: WorkerFailed) -> None:
+        """Take note that a worker failed, so that the next routes avoid it."""
+        ...
+
+    def avoided(self, peer: str) -> bool:
+        """Whether routes avoid a worker, because it failed and has not answered since."""
+        ...
+
+    def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+        """Whether workers other than those served these layers to this client before: a gap that may close again."""
+        ...
+
+    def named(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+        """Whether workers other than those are named for these layers, avoided ones too."""
+        ...
+
+    def looked(self) -> float:
+        """From when on, by time.monotonic(), it is known which workers there are: newer ones may have come."""
+        ...
+
+    def close(self) -> None: ...

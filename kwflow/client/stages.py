@@ -1,0 +1,307 @@
+"""The workers of one session: a step goes through all of them, and others take the place of those that fail.
+
+    Session --Step--> Stages.step --> Stage.take (one worker) ...
+
+A step goes from worker to worker directly where they can hand it on, else through this client. On failure a worker's
+steps are repeated on others (``kwflow.client.replay``), as ``mode`` says. Runs on the network thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from kwflow.client.peers import Hop
+from kwflow.client.replay import merged, replay
+from kwflow.client.request import any_nan
+from kwflow.client.retry import Misfit, Retry, differs, lacks
+from kwflow.client.stage import Handed, Reorder, Replay, Stage, Step
+from kwflow.errors import CallerError, SessionError, WorkerFailed, WorkerFull
+from kwflow.wire import channel, loop
+
+LATE_SECONDS = 1.0  # after a worker's reply, until its output must have reached the next one
+MOST_ASTRAY = 2  # steps that one worker hands on wrongly, until it is asked for no more
+FREED_SECONDS = 0.05, 0.2, 0.8  # for a worker to free what it held for a channel that this side closed
+
+log = logging.getLogger(__name__)
+
+
+class Stages:
+    """``stages``: one worker each, in the order of their layers; ``replays``: what took whose place."""
+
+    def __init__(self, hops: Sequence[Hop], max_length: int | None, mode: str, pool: channel.Pool):
+        self.stages = [Stage(hop, max_length) for hop in hops]
+        self.max_length, self.mode, self.pool = max_length, mode, pool
+        self.replays: list[Replay] = []
+        self.carried = set[str]()  # workers that cannot reach the next one, or hand on what it cannot take
+        self._pushes = 0  # steps that were to be handed on
+        self._astray: tuple[str, str] | None = None  # who may have handed this step on wrongly, and what came of it
+        self._strays = Counter[str]()  # such steps that were right when the client brought them, of each worker
+        self._nan = False  # NaN was tried on other workers, which said the same
+        self._closed = False
+        self._turn = asyncio.Lock()  # one step at a time: what is cancelled takes a while to end
+        self._running: asyncio.Task[Any] | None = None
+
+    @property
+    def hops(self) -> list[Hop]:
+        return [stage.hop for stage in self.stages]
+
+    def forget(self, position: int) -> list[Reorder]:
+        """Forget the columns from one on; the reorders that came after it, which stay."""
+        gone = dict(one for stage in self.stages for one in stage.forget(position))  # of merged steps none are known
+        return sorted(gone.items())
+
+    @property
+    def reordered(self) -> set[int]:
+        """The last reorders that workers have in the rows of merged steps."""
+        return {stage.reordered for stage in self.stages}
+
+    async def step(self, step: Step, pushes: bool, retry: Retry) -> list[Tensor]:
+        """Take a step through all workers, others in the place of those that fail: its output, what it captured.
+
+        ``pushes``: workers hand their outputs on where they can.
+        """
+        async with self._turn:
+            if self._closed:
+                raise SessionError("the session is closed")
+            self._running = asyncio.current_task()
+            try:
+                workers, self._astray = list(self.stages), None
+                found = await self._push(step, retry) if pushes and self._may_push() else None
+                if found is None:
+                    found = await self._carry(step, retry)
+                    self._count_stray(workers, found)
+                return found
+            finally:
+                self._running = None
+
+    async def aclose(self) -> None:
+        """End the step that runs, and close the channels, which frees keys and values there."""
+        self._closed = True
+        if self._running is not None:
+            self._running.cancel()
+        async with self._turn:
+            while self.stages:
+                await self.stages.pop().aclose()
+
+    async def _carry(self, step: Step, retry: Retry) -> list[Tensor]:
+        """Take a step from worker to worker through this client."""
+        pool = self.pool
+        hidden = step.hidden
+        captured, taken = list[Tensor](), list[Step]()
+        while len(taken) < len(self.stages):
+            number = len(taken)
+            stage = self.stages[number]
+            own = stage.own(step, hidden)
+            try:
+                outputs = await stage.take(own, pool)
+            except WorkerFailed as error:
+                await self._replace(number, error, retry, own)
+                continue
+            if not self._nan and any_nan(outputs) and not any_nan([hidden, *own.bound.tensors]):
+                if await self._doubt(number, retry, own):
+                    continue
+            hidden, *more = outputs
+            captured += more
+            taken.append(own)
+        for stage, own in zip(self.stages, taken, strict=True):
+            stage.keep(own)
+        return [hidden, *captured]
+
+    def _may_push(self) -> bool:
+        """Whether workers can hand this step on: all know the session, and none was lost."""
+        if all(stage.hop.peer in self.carried for stage in self.stages[:-1]):
+            return False
+        return all(stage.steps and not stage.closed and "push" in stage.hop.hello["features"] for stage in self.stages)
+
+    async def _push(self, step: Step, retry: Retry) -> list[Tensor] | None:
+        """Take a step that each worker hands on to the next. None if a worker failed: then it is taken again, as usual.
+
+        Every worker gets its kwargs at once; each output comes here too, for what would have to be repeated. What a
+        worker cannot hand on, this client brings.
+        """
+        self._pushes += 1
+        stages = self.stages
+        steps = [stage.own(step, step.hidden) for stage in stages]
+        tasks: list[asyncio.Task[list[Tensor]]] = []
+        for number, (stage, own) in enumerate(zip(stages, steps, strict=True)):
+            to = stages[number + 1] if number + 1 < len(stages) and stage.hop.peer not in self.carried else None
+            handed = Handed(self._pushes, number == 0, to, retry.left)
+            tasks.append(asyncio.create_task(stage.take(own, self.pool, handed)))
+        outputs: list[list[Tensor]] = []
+        try:
+            for number, task in enumerate(tasks):
+                if number:
+                    await self._bring_if_late(stages[number - 1], stages[number], task, outputs[-1][0])
+                outputs.append(await task)
+        except BaseException as error:
+            await self._give_up(tasks)
+            unfit = isinstance(error, CallerError) and bool(outputs)  # maybe of what a worker handed on
+            if isinstance(error, WorkerFailed) or unfit:
+                self._may_stray(len(outputs), str(error))
+                return None
+            raise
+        nan = None if self._nan else next((number for number, found in enumerate(outputs) if any_nan(found)), None)
+        if nan is not None and not any_nan([step.hidden, *step.bound.tensors]):
+            self._may_stray(nan, "NaN")
+            return None
+        entering = [step.hidden, *(found[0] for found in outputs)]
+        for stage, own, hidden in zip(stages, steps, entering, strict=False):
+            stage.keep(replace(own, hidden=hidden))
+        return [outputs[-1][0], *(capture for found in outputs for capture in found[1:])]
+
+    def _may_stray(self, number: int, why: str) -> None:
+        """Take note of a step that went wrong at a worker to which another handed it on."""
+        if number and self.stages[number - 1].hop.peer not in self.carried:
+            self._astray = self.stages[number - 1].hop.peer, why
+
+    def _count_stray(self, workers: Sequence[Stage], outputs: Sequence[Tensor]) -> None:
+        """The same workers took the step from this client: what was handed on was wrong, and costs each step twice."""
+        if self._astray is None or self.stages != workers or any_nan(outputs):
+            return
+        peer, why = self._astray
+        self._strays[peer] += 1
+        if self._strays[peer] >= MOST_ASTRAY:
+            self.carried.add(peer)
+            log.warning("worker %s hands steps on wrongly (%s): they go through this client", peer[-8:], why)
+
+    async def _bring_if_late(
+        self, before: Stage, stage: Stage, task: asyncio.Task[list[Tensor]], hidden: Tensor
+    ) -> None:
+        """Bring a worker what the one before should have handed on; where it was lost, it is to hand no more on.
+
+        Raises WorkerFailed if that fails too.
+        """
+        carried = before.hop.peer in self.carried
+        done, _ = await asyncio.wait([task], timeout=0 if carried else LATE_SECONDS)
+        if done:
+            return
+        bringing = asyncio.create_task(stage.bring(self._pushes, hidden, self.pool))
+        try:
+            await asyncio.wait([task, bringing], return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() and bringing.result() and not carried:
+                self.carried.add(before.hop.peer)
+                names = before.hop.peer[-8:], stage.hop.peer[-8:]
+                log.warning("worker %s cannot hand steps on to %s: they go through this client", *names)
+        finally:
+            bringing.cancel()
+            await asyncio.gather(bringing, return_exceptions=True)
+
+    async def _give_up(self, tasks: Sequence[asyncio.Task[list[Tensor]]]) -> None:
+        """Tell workers that wait for a step that it will not come; leave nothing running."""
+        waiting = [stage for stage, task in zip(self.stages, tasks, strict=True) if not task.done()]
+        telling = [asyncio.create_task(stage.bring(self._pushes, None, self.pool)) for stage in waiting]
+        try:
+            await asyncio.wait([*tasks, *telling], timeout=LATE_SECONDS)
+        finally:  # a deadline may end the step here
+            for task in (*tasks, *telling):
+                task.cancel()
+            await asyncio.gather(*tasks, *telling, return_exceptions=True)
+
+    async def _replace(self, number: int, error: WorkerFailed, retry: Retry, step: Step) -> None:
+        """Rebuild one worker's keys and values on others, or on itself if this side closed its channel."""
+        old, began = self.stages[number], time.monotonic()
+        if not old.given_up:
+            retry.failed(error)
+        await old.aclose()
+        again = old.given_up
+        # should this step end here: who was full may have room for the next one
+        old.given_up = again or isinstance(error, WorkerFull)
+        (steps, reordered), freeing = self._history(old, step.start), list(FREED_SECONDS)
+        while True:
+            hops = [old.hop]
+            if not again:
+                hops = await retry.route(*old.hop.span, like=old.hop, misfit=_misfit(old, step))
+            try:
+                new = await self._rebuilt(steps, reordered, hops, self._nan)
+            except WorkerFailed as failure:
+                if isinstance(failure, WorkerFull) and failure.peer == old.hop.peer and freeing:
+                    await asyncio.sleep(freeing.pop(0))  # it holds what the old channel had, still
+                    continue
+                again = old.given_up = False
+                retry.failed(failure)
+                continue
+            break
+        self.stages[number : number + 1] = new
+        if hops != [old.hop]:
+            self._note(old, step, str(error), hops, len(steps), time.monotonic() - began)
+
+    async def _rebuilt(self, steps: Sequence[Step], reordered: int, hops: Sequence[Hop], nan: bool) -> list[Stage]:
+        new = [Stage(hop, self.max_length, reordered=reordered) for hop in hops]
+        try:
+            await replay(steps, new, self.pool, nan=nan)
+        except BaseException:
+            await close(new)
+            raise
+        return new
+
+    async def _doubt(self, number: int, retry: Retry, step: Step) -> bool:
+        """NaN from input without any: whether another worker says otherwise, and then takes this one's place."""
+        old, began = self.stages[number], time.monotonic()
+        steps, reordered = self._history(old, step.start)
+        while others := await retry.others(old.hop, _misfit(old, step)):
+            new = list[Stage]()
+            try:
+                new = await self._rebuilt(steps, reordered, others, nan=False)
+                outputs = await replay([step], new, self.pool, keep=False, nan=True)
+            except WorkerFailed as error:
+                retry.failed(error)
+                await close(new)
+                continue
+            except BaseException:
+                await close(new)
+                raise
+            if any_nan(outputs):
+                await close(new)
+                break
+            by = ", ".join(other.peer[-8:] for other in others)
+            said = WorkerFailed(f"NaN where {by} has none", peer=old.hop.peer, span=old.hop.span)
+            retry.failed(said)
+            await old.aclose()
+            self.stages[number : number + 1] = new
+            self._note(old, step, str(said), others, len(steps), time.monotonic() - began)
+            return True
+        self._nan = True
+        return False
+
+    def _history(self, stage: Stage, position: int) -> tuple[list[Step], int]:
+        """The steps that would bring another worker to where this one is, and the last reorder that their rows have."""
+        if self.mode == "merged" and (joined := merged(stage.steps, position, stage.hop.schema.scaling)) is not None:
+            done = (number for step in stage.steps for number, _ in step.reorders)
+            return joined, max([stage.reordered, *done])
+        steps = [step for step in stage.steps if step.start < position]  # one behind it ended after a rollback
+        return steps, stage.reordered
+
+    def _note(self, old: Stage, step: Step, reason: str, hops: Sequence[Hop], steps: int, seconds: float) -> None:
+        exact = all(told.bitwise for told in self.replays)  # what is rounded otherwise once stays so
+        bitwise = exact and (self.mode == "stepwise" or not steps) and not any(differs(hop, old.hop) for hop in hops)
+        by = tuple((hop.peer, hop.start, hop.stop) for hop in hops)
+        told = Replay(old.hop.span, step.start, old.hop.peer, reason, by, steps, self.mode, bitwise, seconds)
+        self.replays.append(told)
+        log.info("session: %s", told)
+
+
+def _misfit(old: Stage, step: Step) -> Misfit:
+    """What speaks against a worker that would have to repeat another's steps, and then take this one."""
+
+    def misfit(hop: Hop) -> str | None:
+        return next((said for one in (*old.steps, step) if (said := lacks(hop, old.hop, one.bound, 0))), None)
+
+    return misfit
+
+
+async def close(stages: Sequence[Stage]) -> None:
+    for stage in stages:
+        await stage.aclose()
+
+
+def free(stages: Stages) -> None:
+    """Close the channels of a session that nobody has any more."""
+    loop.submit(stages.aclose())

@@ -1,0 +1,191 @@
+"""Mixed in before a Hugging Face CausalLM: its own generate, over a session on the workers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow.errors import KwargError, SessionError, UnsupportedError
+from kwflow.huggingface.beams import AtEachStep, returning_beams
+from kwflow.huggingface.distributed import EXTRAS, NOT_SENT, Distributed, During, columns_of, during
+from kwflow.huggingface.remote_cache import RemoteCache
+from kwflow.kwargs.axes import Axed
+from kwflow.kwargs.capture import Capture
+from kwflow.models.prepare import CACHE_NAMES, arguments, cache_argument
+from kwflow.models.spans import quiet
+
+_CACHE = "keys and values live on the workers, in a session"
+_DRAFTS = "it drafts with this model's own layers, which are on the workers; give an assistant_model"
+_REFUSED = {
+    "cache_implementation": _CACHE,
+    "compile_config": "there is nothing here to compile: the layers are on the workers",
+    "assistant_early_exit": _DRAFTS,
+    "use_mtp": _DRAFTS,
+    "output_hidden_states": NOT_SENT,
+    "output_attentions": NOT_SENT,
+}
+
+
+class Generates(Distributed):
+    """A Distributed model with ``generate``."""
+
+    @torch.no_grad()
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Hugging Face's own generate; kwargs of the blocks act at every step, expanded over beams by their axes.
+
+        Under beams a Capture holds each final sequence's own tokens, and is not continued by a later call.
+        Every mode that transformers runs without code from the hub: greedy, sampled, beams, assisted, prompt lookup.
+        With ``return_dict_in_generate=True`` the output's cache is the session, and may be given to the next call.
+        Raises UnsupportedError for what a session on workers cannot do, before anything is sent.
+        """
+        own, given = self._take_kwargs(kwargs, EXTRAS | _generate_names(type(self)))
+        call = arguments(super().generate, args, given)  # type: ignore[misc]
+        settings = self._settings(call)
+        self._refuse(own, call, settings)
+        cache_name, mine, ahead = cache_argument(self.forward), None, columns_of(own)
+        if call.get(cache_name) is None and call.get("past_key_values") is None:
+            repeats = max(settings.num_beams or 1, settings.num_return_sequences or 1)
+            if settings.return_dict_in_generate:  # the caller gets the cache, and may go on from it
+                session = self.flow.session()
+            else:
+                session = mine = self.flow.session(ahead + self.tuning.length + _columns(call, settings))
+            call[cache_name] = RemoteCache(session, repeats, self.tuning.length)
+        call["use_cache"] = True  # whatever the model's config says (mpt's: no): the session is the cache
+        cache = call.get("past_key_values") if call.get(cache_name) is None else call[cache_name]
+        if isinstance(cache, RemoteCache) and cache.session.position:
+            if ahead:
+                raise SessionError(f"generate: prefix_kv stands before column 0, and the cache holds {cache!r}")
+            ahead = cache.session.prefix
+        prompt, wanted = self._prompt(call, settings.pad_token_id), own.get("capture")
+        beams = AtEachStep(wanted) if isinstance(wanted, Capture) and (settings.num_beams or 1) > 1 else None
+        if beams is not None:
+            own, call = {**own, "capture": beams}, returning_beams(call)
+        token = during.set(During(own, *prompt, cache, ahead))
+        try:
+            out = super().generate(**call)  # type: ignore[misc]
+            if beams is None:
+                return out
+            beams.give(out.beam_indices, prompt[0])
+            return out if settings.return_dict_in_generate else out.sequences
+        finally:
+            during.reset(token)
+            if mine is not None:
+                mine.close()
+
+    def _prompt(self, call: Mapping[str, Any], pad: Any) -> tuple[int, Tensor | None]:
+        """How many columns are the prompt's, those of trained prompts included, and each row's tokens of them."""
+        ids, mask = _inputs(call), call.get("attention_mask")
+        columns = self.tuning.length + (ids.shape[1] if isinstance(ids, Tensor) else 1)
+        if mask is None and not _may_hold_pads(ids, pad):
+            return columns, torch.tensor([columns])
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            return columns, None  # the session counts them
+        # of a cache that goes on, the ids may be the new ones alone; the mask has all columns
+        return self.tuning.length + mask.shape[1], (self.tuning.length + mask.sum(1)).long().cpu()
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As the Hugging Face class's. Where that drops the cache on the way, and takes all columns again, so does the
+        session: phi3's does where longrope's scale changes. Raises SessionError where the prefix_kv is not given again.
+        """
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        name, cache = next(((n, kwargs[n]) for n in CACHE_NAMES if kwargs.get(n) is not None), ("", None))
+        if isinstance(cache, RemoteCache) and inputs.get(name) is None:
+            if cache.session.prefix and not columns_of(during.get().kwargs):
+                raise SessionError(
+                    f"{type(self).__name__} takes all columns again from here on, and the prefix_kv before them came "
+                    f"with an earlier call: give it again, with all tokens and no cache"
+                )
+            cache.reset()
+            inputs[name] = cache
+        return inputs
+
+    def _prepare_position_ids_for_generation(self, *args: Any) -> Tensor:
+        """transformers counts tokens; those of this call stand behind its prefix."""
+        return super()._prepare_position_ids_for_generation(*args) + during.get().ahead  # type: ignore[misc]
+
+    def generate_batch(self, *_: Any, **__: Any) -> Any:
+        """Refused: transformers' continuous batching keeps paged keys and values in this process."""
+        raise UnsupportedError(f"generate_batch: {_CACHE}; use generate")
+
+    def _settings(self, call: Mapping[str, Any]) -> Any:
+        """The GenerationConfig that holds for a call: its arguments, then its config, the model's, the defaults."""
+        named = inspect.signature(super().generate).parameters  # type: ignore[misc]
+        others = {name: value for name, value in call.items() if name not in named}
+        with quiet():
+            return self._prepare_generation_config(call.get("generation_config"), **others)[0]  # type: ignore[attr-defined]
+
+    def _refuse(self, own: Mapping[str, Any], call: Mapping[str, Any], settings: Any) -> None:
+        from transformers.generation.utils import GENERATION_MODES_MAPPING
+
+        for name in call.keys() & self.flow.kwargs().keys():
+            raise KwargError(f"both generate and a block_fn take {name!r}; give the block_fn's kwarg another name")
+        if call.get("use_cache", getattr(call.get("generation_config"), "use_cache", None)) is False:
+            raise UnsupportedError(
+                "generate(use_cache=False): a session on the workers is the cache, and is always used"
+            )
+        for name, why in _REFUSED.items():
+            if getattr(settings, name, None) not in (None, False):
+                raise UnsupportedError(f"generate({name}=…): {why}")
+        if getattr(settings, "speculation_type", None) == "dflash":
+            raise UnsupportedError(f"generate(speculation_type='dflash'): {NOT_SENT}")
+        if isinstance(call.get("custom_generate"), str):
+            raise UnsupportedError("generate(custom_generate=…): it runs code from the hub; a function is taken")
+        with quiet():
+            mode = settings.get_generation_mode(call.get("assistant_model"))
+        if "/" in GENERATION_MODES_MAPPING[mode] and call.get("custom_generate") is None:
+            raise UnsupportedError(
+                f"{str(mode.value).replace('_', ' ')}: transformers keeps it at {GENERATION_MODES_MAPPING[mode]}, "
+                f"and would run that code from the hub"
+            )
+        if settings.guidance_scale not in (None, 1) and (named := _phases(own)):
+            raise KwargError(
+                f"generate(guidance_scale=…): at={named[0]!r} names a phase, and guidance runs a second sequence, "
+                f"which has a prompt of its own: give at='all' or a list of token positions, which act on both"
+            )
+        for name, value in own.items():
+            for leaf in value.values() if isinstance(value, Mapping) else [value]:
+                if isinstance(leaf, Axed) and (leaf.size("seq") or 1) != 1:
+                    raise KwargError(
+                        f"{name} has a 'seq' axis of {leaf.size('seq')} columns; generate's steps have one column each"
+                    )
+
+
+def _phases(own: Mapping[str, Any]) -> list[str]:
+    """What names a part of the prompt, or what is generated, among the ``at=`` of edits and captures."""
+    edits = own.get("edit")
+    given = [*(edits if isinstance(edits, Sequence) else [edits]), own.get("capture")]
+    return [at for one in given if isinstance(at := getattr(one, "at", None), str) and at != "all"]
+
+
+def _inputs(call: Mapping[str, Any]) -> Any:
+    ids = call.get("inputs_embeds")
+    return call.get("input_ids", call.get("inputs")) if ids is None else ids
+
+
+def _may_hold_pads(ids: Any, pad: Any) -> bool:
+    """Whether generate may make a mask of its own: it does where it finds the pad token."""
+    return isinstance(ids, Tensor) and pad is not None and ids.dim() == 2 and bool((ids == pad).any())
+
+
+def _columns(call: Mapping[str, Any], settings: Any) -> int:
+    """The most columns that a generate call fills, drafts included."""
+    ids = _inputs(call)
+    prompt = ids.shape[1] if isinstance(ids, Tensor) else 1
+    new = settings.max_new_tokens
+    total = prompt + new if new is not None else max(settings.max_length or 0, prompt + 20)
+    return total + 1 + (settings.prompt_lookup_num_tokens or 0)
+
+
+@functools.cache
+def _generate_names(cls: type) -> frozenset[str]:
+    """What generate takes: its own arguments and whatever a GenerationConfig has."""
+    from transformers import GenerationConfig
+
+    own = inspect.signature(super(Distributed, cls).generate).parameters  # type: ignore[misc]
+    popped = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}  # read from **kwargs by generate
+    return frozenset(own) | popped | frozenset(vars(GenerationConfig())) - {"self", "kwargs"}

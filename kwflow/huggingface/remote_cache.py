@@ -1,0 +1,94 @@
+"""A session on the workers in the place of a Hugging Face cache: ``forward`` and ``generate`` go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kwflow.client.session import Session
+from kwflow.errors import UnsupportedError
+
+
+class RemoteLayer(CacheLayerMixin):
+    """What transformers sees as the cache of the one layer.
+
+    ``prefix``: columns before the first token, of trained prompts. transformers counts tokens, so they are left out,
+    but for the base model, which is given them (``RemoteCache.whole``).
+    """
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, session: Session, prefix: int = 0):
+        super().__init__()
+        self.session, self.prefix, self.hidden = session, prefix, prefix
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("keys and values live on the workers")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        raise AssertionError("keys and values live on the workers")
+
+    def get_seq_length(self) -> int:
+        return max(0, self.session.position - self.hidden)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        if self.session.max_length is None:
+            return -1  # transformers' word for no limit
+        return self.session.max_length - self.session.prefix - self.hidden
+
+    def crop(self, tokens_to_remove: int) -> None:
+        left = self.session.position - self.prefix - abs(tokens_to_remove)
+        self.session.rollback(left + self.prefix if left else 0)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.session.reorder(beam_idx)
+
+    def reset(self) -> None:
+        self.session.rollback(0)
+
+
+class RemoteCache(Cache):
+    """A session as ``generate`` and ``forward`` take and return it; ``session`` is the session itself.
+
+    ``repeats``: the rows are that many copies of each row that kwargs are given for (beams).
+    """
+
+    is_compileable = False  # type: ignore[assignment]
+
+    def __init__(self, session: Session, repeats: int = 1, prefix: int = 0):
+        self._layer = RemoteLayer(session, prefix)
+        super().__init__(layers=[self._layer])
+        self.session, self.repeats = session, repeats
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within, the columns of the prefix count too."""
+        self._layer.hidden = 0
+        try:
+            yield
+        finally:
+            self._layer.hidden = self._layer.prefix
+
+    def __repr__(self) -> str:
+        return f"RemoteCache({self.session!r})"
+
+    def __deepcopy__(self, memo: Any) -> RemoteCache:
+        raise UnsupportedError("a session cannot be copied: its keys and values live on the workers")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise UnsupportedError("a session's rows cannot be repeated after its first step; repeat the inputs instead")
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        raise UnsupportedError("a session keeps its rows; reorder(ids) changes their order only")
+
+    @property
+    def batch_size(self) -> int:
+        return self.session.batch or -1

@@ -1,0 +1,314 @@
+"""A call's kwargs once they are checked: flat tensors, the axes of each, and the structure around them.
+
+    Bound --part(rows, span)--> a worker's Bound on the wire --for_layer--> one block's kwargs
+
+Flat, so that autograd sees plain tensors and the wire plain JSON. No torch.nn.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow.autograd.transforms import plain
+from kwflow.errors import KwargError
+from kwflow.kwargs import tree as trees
+from kwflow.kwargs.axes import Axed, describe, part, pick_layer, repeat_rows
+
+Span = tuple[int, int]
+Layers = str | tuple[int, ...]  # "call": once per call; "layers": shared by the layers; numbers: those layers' own
+JOINED = frozenset(
+    {"edit", "capture"}
+)  # a layer takes all that is given for it, in order; of other kwargs the last one
+
+
+@dataclass(frozen=True)
+class Section:
+    """Kwargs that go to the same layers: the skeleton of ``{name: tree}``."""
+
+    layers: Layers
+    skeleton: Any
+
+    @functools.cached_property
+    def key(self) -> tuple[Layers, str]:
+        """What two sections of the same kwargs share but for their tensors; 1, 1.0 and True differ."""
+        return self.layers, repr(self.skeleton)
+
+    def within(self, span: Span) -> Section | None:
+        """The same for the layers of ``span``; None when there are none."""
+        if isinstance(self.layers, str):
+            return self
+        layers = tuple(layer for layer in self.layers if span[0] <= layer < span[1])
+        return replace(self, layers=layers) if layers else None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """Where a tensor of a Bound belongs: its axes, the number of its section, its name for messages."""
+
+    axes: tuple[str, ...]
+    section: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Checked kwargs of layers ``[start, stop)``; ``tensors`` are those of the sections, in order."""
+
+    start: int
+    stop: int
+    sections: tuple[Section, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, span: Span, sections: Sequence[tuple[Layers, dict[str, Any]]]) -> Bound:
+        """Flatten ``(layers, {name: tree})`` pairs whose tensors all have axes. Raises KwargError for other trees."""
+        made, leaves, tensors = list[Section](), list[Leaf](), list[Tensor]()
+        for layers, kwargs in sections:
+            for name, value in kwargs.items():
+                found, _ = trees.flatten(value)
+                if not all(isinstance(leaf, Axed) for leaf in found):
+                    raise KwargError(f"kwarg {name!r:.40} has a tensor without axes")
+                what = name_in(name, layers)
+                leaves += [Leaf(leaf.axes, len(made), what) for leaf in found if isinstance(leaf, Axed)]
+            mine, skeleton = trees.flatten(kwargs)
+            tensors += [leaf.tensor for leaf in mine if isinstance(leaf, Axed)]
+            made.append(Section(layers, skeleton))
+        return cls(*span, tuple(made), tuple(leaves), tuple(tensors))
+
+    @property
+    def span(self) -> Span:
+        return self.start, self.stop
+
+    def axed(self, index: int) -> Axed:
+        return Axed(self.tensors[index], self.leaves[index].axes)
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Bound:
+        return replace(self, tensors=tuple(tensors))
+
+    def plain(self) -> Bound:
+        """The values alone, for another thread."""
+        return self.with_tensors([*map(plain, self.tensors)])
+
+    def part(self, rows: Span | None, span: Span) -> tuple[Bound, list[int]]:
+        """The part for some rows and layers, and which of the leaves it has."""
+        within = [section.within(span) for section in self.sections]
+        numbers = [number for number, section in enumerate(within) if section is not None]
+        keep = [i for i, leaf in enumerate(self.leaves) if leaf.section in numbers]
+        leaves = tuple(replace(self.leaves[i], section=numbers.index(self.leaves[i].section)) for i in keep)
+        sections = tuple(section for section in within if section is not None)
+        tensors = tuple(self.cut(self.tensors[i], i, rows, span) for i in keep)
+        return Bound(*span, sections, leaves, tensors), keep
+
+    def cut(self, tensor: Tensor, index: int, rows: Span | None, span: Span) -> Tensor:
+        """Cut one tensor as :meth:`part` does."""
+        leaf = Axed(tensor, self.leaves[index].axes)
+        if rows is not None:
+            leaf = part(leaf, "batch", *rows)
+        return part(leaf, "layer", span[0] - self.start, span[1] - self.start).tensor
+
+    def first_layer(self, index: int) -> int:
+        """The first layer that a tensor acts on."""
+        layers = self.sections[self.leaves[index].section].layers
+        return self.start if isinstance(layers, str) else min(layers)
+
+    def section(self, number: int, layer: int | None = None) -> dict[str, Any]:
+        """One section's kwargs as ``{name: tree}``, each tensor with its axes; ``layer`` picks that layer's part."""
+        mine = [self.axed(i) for i in self._by_section[number]]
+        if layer is not None:
+            mine = [pick_layer(leaf, layer - self.start) for leaf in mine]
+        return trees.unflatten(mine, self.sections[number].skeleton)
+
+    def names(self) -> set[str]:
+        """The kwargs that are given."""
+        return {name for section in self.sections for name in section.skeleton}
+
+    def call(self) -> dict[str, Any]:
+        """What holds for the whole call: ``{name: Axed}``."""
+        found = [self.section(i) for i, section in enumerate(self.sections) if section.layers == "call"]
+        return {name: value for kwargs in found for name, value in kwargs.items()}
+
+    @property
+    def fixed(self) -> bool:
+        """Whether all fits any step of a session that it fits once: nothing goes by columns."""
+        return not any(axis in leaf.axes for leaf in self.leaves for axis in ("seq", "key"))
+
+    def for_layer(self, layer: int) -> dict[str, Any]:
+        """The kwargs of one block."""
+        if torch.is_grad_enabled():
+            return self._for_layer(layer)
+        if layer not in self._layers:  # a session's kwargs are the same at every step
+            self._layers[layer] = self._for_layer(layer)
+        return dict(self._layers[layer])
+
+    @functools.cached_property
+    def _layers(self) -> dict[int, dict[str, Any]]:
+        """Without gradients only: a view that was made without them must not stand in for one with."""
+        return {}
+
+    def _for_layer(self, layer: int) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, section in enumerate(self.sections):
+            if section.layers != "layers" and (isinstance(section.layers, str) or layer not in section.layers):
+                continue
+            for name, value in self.section(number, layer).items():
+                found[name] = [*found.get(name, ()), *value] if name in JOINED else value
+        return found
+
+    def captures(self, span: Span | None = None) -> int:
+        """How many outputs these layers have beside hidden."""
+        return len(self._captures(span))
+
+    def captured_shapes(self, span: Span, sizes: Mapping[str, int], keys: int) -> list[tuple[int, ...]]:
+        """Of what each of these layers' captures brings back, without its rows; ``keys``: all columns so far."""
+        features = {"pattern": (sizes["head"], keys), "head": (sizes["head"], sizes["head_dim"])}
+        return [
+            (1 if entry["mean"] else entry["count"], *features.get(entry["point"], (sizes["hidden"],)))
+            for entry in self._captures(span)
+        ]
+
+    def _captures(self, span: Span | None) -> list[dict[str, Any]]:
+        first, last = span or (self.start, self.stop)
+        mine = [s for s in self.sections if not isinstance(s.layers, str) and first <= s.layers[0] < last]
+        return [entry for section in mine for entry in section.skeleton.get("capture", ())]
+
+    def repeat_rows(self, repeats: int) -> Bound:
+        """Each row ``repeats`` times: what beams do to kwargs, on ``batch`` axes only."""
+        return self.with_tensors([repeat_rows(self.axed(i), repeats).tensor for i in range(len(self.tensors))])
+
+    def joined(self, other: Bound) -> Bound:
+        """Together with kwargs of other sections."""
+        theirs = tuple(replace(leaf, section=leaf.section + len(self.sections)) for leaf in other.leaves)
+        sections = self.sections + other.sections
+        return Bound(self.start, self.stop, sections, self.leaves + theirs, self.tensors + other.tensors)
+
+    def without(self, name: str) -> Bound:
+        """The same without one kwarg of the call."""
+        if name not in self.call():
+            return self
+        kept = [(section.layers, self.section(number)) for number, section in enumerate(self.sections)]
+        for layers, kwargs in kept:
+            if layers == "call":
+                kwargs.pop(name, None)
+        return Bound.of((self.start, self.stop), [(layers, kwargs) for layers, kwargs in kept if kwargs])
+
+    def leaving_out(self, *names: str) -> Bound:
+        """The same without some kwargs, whoever's they are."""
+        return self._with(lambda name: name not in names)
+
+    def only(self, *names: str) -> Bound:
+        """The same with some kwargs only."""
+        return self._with(lambda name: name in names)
+
+    def _with(self, wanted: Callable[[str], bool]) -> Bound:
+        kept = []
+        for number, section in enumerate(self.sections):
+            kwargs = {name: value for name, value in self.section(number).items() if wanted(name)}
+            kept += [(section.layers, kwargs)] if kwargs else []
+        return Bound.of((self.start, self.stop), kept)
+
+    def describe(self) -> str:
+        """``steer[12]: float32(576,), prompts: …`` for error messages."""
+        return ", ".join(f"{leaf.what}: {describe(t)}" for leaf, t in zip(self.leaves, self.tensors, strict=True))
+
+    def to_tree(self, same: Mapping[int, int] | None = None) -> list[Any]:
+        """As it goes over the wire: ``[[layers, {name: tree}], …]``, each tensor with its axes.
+
+        ``same``: the sections that the other side holds already, and their numbers there, which are sent instead.
+        """
+        numbers = same or {}
+        return [
+            numbers[number] if number in numbers else [_say_layers(section.layers), self.section(number)]
+            for number, section in enumerate(self.sections)
+        ]
+
+    @classmethod
+    def from_tree(cls, span: Span, said: Any, held: Bound | None = None) -> Bound:
+        """Rebuild what a peer sent. Raises KwargError for what :meth:`to_tree` cannot have made from ``held``."""
+        pairs = said if isinstance(said, list) else [said]
+        if pairs and held is not None and pairs == [*range(len(held.sections))] and all(type(n) is int for n in pairs):
+            return held
+        return cls.of(span, [_read_section(pair, held) for pair in pairs])
+
+    def same_as(self, other: Bound) -> dict[int, int]:
+        """The sections that ``other`` has too, to the last bit, and their numbers there."""
+        candidates: dict[tuple[Layers, str], list[int]] = {}
+        for number, section in enumerate(other.sections):
+            candidates.setdefault(section.key, []).append(number)
+        found: dict[int, int] = {}
+        for number, section in enumerate(self.sections):
+            mine = [self.tensors[i] for i in self._by_section[number]]
+            for theirs in candidates.get(section.key, ()):
+                if _equal(mine, [other.tensors[i] for i in other._by_section[theirs]]):
+                    found[number] = theirs
+        return found
+
+    def copied(self, same: Mapping[int, int], other: Bound) -> Bound:
+        """With memory of its own, so that nobody changes it: of sections that are ``same``, what ``other`` has."""
+        tensors: list[Tensor] = []
+        for number, mine in enumerate(self._by_section):
+            if number in same:
+                tensors += [other.tensors[i] for i in other._by_section[same[number]]]
+            else:
+                tensors += [self.tensors[i].detach().clone() for i in mine]
+        return self.with_tensors(tensors)
+
+    @functools.cached_property
+    def _by_section(self) -> list[list[int]]:
+        """The numbers of each section's tensors; they stand in the sections' order."""
+        found: list[list[int]] = [[] for _ in self.sections]
+        for i, leaf in enumerate(self.leaves):
+            found[leaf.section].append(i)
+        return found
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
+
+
+def _equal(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """To the bit: -0.0 is another number than 0.0."""
+    return all(
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.device == b.device
+        and torch.equal(*(t.detach().resolve_neg().view(_BITS[t.itemsize]) for t in (a, b)))
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _say_layers(layers: Layers) -> str | list[int]:
+    return layers if isinstance(layers, str) else list(layers)
+
+
+def _read_section(said: Any, held: Bound | None) -> tuple[Layers, dict[str, Any]]:
+    if type(said) is int and held is not None and 0 <= said < len(held.sections):
+        return held.sections[said].layers, held.section(said)
+    if not (isinstance(said, list) and len(said) == 2 and isinstance(said[1], dict)):
+        raise KwargError(f"a request's kwargs are [[layers, {{name: value}}], …], got {said!r:.80}")
+    return _read_layers(said[0]), _read_names(said[1])
+
+
+def _read_layers(said: Any) -> Layers:
+    if said in ("call", "layers"):
+        return said
+    if not (isinstance(said, list) and said and all(type(layer) is int for layer in said)):
+        raise KwargError(f"a request's kwargs belong to the call, its layers or some layers, not to {said!r:.40}")
+    return tuple(said)
+
+
+def _read_names(kwargs: dict[Any, Any]) -> dict[str, Any]:
+    for name in kwargs:
+        if type(name) is not str:
+            raise KwargError(f"a request's kwarg is named {name!r:.40}")
+    return kwargs
+
+
+def name_in(name: str, layers: Layers) -> str:
+    """``steer[12]``: a kwarg and whose it is, for messages."""
+    return name if isinstance(layers, str) else f"{name}[{', '.join(map(str, layers))}]"

@@ -1,0 +1,1 @@
+"""Where a model's tensors come from: folders, the hub, GGUF files, shards."""

@@ -1,0 +1,1 @@
+"""What researchers do with a flow: proofs, references, steering, vectors, adapters, sweeps."""

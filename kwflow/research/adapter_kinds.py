@@ -1,0 +1,300 @@
+"""The kinds of adapters that PEFT trains and kwflow's kwargs carry: LoRA, IA3, prefix tuning, prompt tuning.
+
+Each holds PEFT's tensors under PEFT's names, and gives them as kwargs of a call. See ``kwflow.adapters``.
+"""
+
+# L layers, P virtual tokens, D hidden, R rank, I in, O out
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kwflow.client.flow import Flow
+from kwflow.client.inputs import token_ids
+from kwflow.errors import ModelError, UnsupportedError
+from kwflow.kwargs.axes import axes, describe
+from kwflow.kwargs.bind import PerLayer, per_layer
+from kwflow.research.peft_files import PROMPTS, Saved, place, write_folder
+
+
+class Adapter(Mapping[str, Any]):
+    """One adapter: the kwargs of a call, made of tensors that may be trained.
+
+        adapter = kf.adapters.read("my-lora").requires_grad_()
+        loss(flow(**x, **adapter)).backward()
+        torch.optim.AdamW(adapter.parameters())
+        adapter.save("my-lora-further")
+
+    ``tensors`` are PEFT's, by PEFT's names, ``config`` is what PEFT's adapter_config.json says.
+    """
+
+    kwarg: ClassVar[str]
+
+    def __init__(self, saved: Saved):
+        self.where, self.config, self.tensors = saved.where, saved.config, saved.tensors
+
+    __eq__ = object.__eq__  # Mapping would compare tensors
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def value(self) -> Any:
+        """The kwarg's value, made anew of the tensors."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Any:
+        if name != self.kwarg:
+            raise KeyError(name)
+        return self.value()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.kwarg,))
+
+    def __len__(self) -> int:
+        return 1
+
+    def parameters(self) -> list[Tensor]:
+        """The tensors, for an optimizer."""
+        return list(self.tensors.values())
+
+    def requires_grad_(self, requires_grad: bool = True) -> Adapter:
+        """Train the tensors, or no longer."""
+        for tensor in self.tensors.values():
+            tensor.requires_grad_(requires_grad)
+        return self
+
+    def save(self, folder: str | os.PathLike[str], base_model: str | None = None) -> None:
+        """Write a folder that ``PeftModel.from_pretrained`` reads; ``base_model``: the name of the model it is for."""
+        named = {} if base_model is None else {"base_model_name_or_path": base_model}
+        write_folder(folder, {**self.config, **named, "inference_mode": True}, self.tensors)
+
+    def __repr__(self) -> str:
+        count = sum(tensor.numel() for tensor in self.tensors.values())
+        dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()})
+        return f"{type(self).__name__}({self._says()}; {count:,} numbers of {', '.join(dtypes)}, from {self.where})"
+
+    def _says(self) -> str:
+        raise NotImplementedError
+
+
+class Projected(Adapter):
+    """An adapter at projections of layers: ``modules`` by PEFT's name, with layer and projection."""
+
+    suffixes: ClassVar[tuple[str, ...]]
+
+    def __init__(self, saved: Saved):
+        super().__init__(saved)
+        names = [name for name in saved.tensors if name.endswith(self.suffixes)]
+        if unknown := saved.tensors.keys() - set(names):
+            name = min(unknown)
+            place(re.split(r"\.(?:lora|ia3)_", name)[0], self.where)  # an embedding is said to be one
+            raise UnsupportedError(f"{self.where} holds {name!r}, which is not carried: {', '.join(self.suffixes)} are")
+        modules = dict.fromkeys(name.removesuffix(end) for name in names for end in self.suffixes if name.endswith(end))
+        if not modules:
+            raise ModelError(f"{self.where} holds no tensor {' or '.join(self.suffixes)}")
+        self.modules = {module: place(module, self.where) for module in modules}
+        if len(lists := sorted({at.layers for at in self.modules.values()})) > 1:
+            raise UnsupportedError(
+                f"{self.where} adapts layers of {' and of '.join(map(repr, lists))}; a flow has one list"
+            )
+        for module in self.modules:
+            if missing := [end for end in self.suffixes if module + end not in self.tensors]:
+                raise ModelError(f"{self.where} has no tensor {module + missing[0]!r}")
+
+    def part(self, module: str) -> Any:
+        """What one layer's kwarg has for a projection."""
+        raise NotImplementedError
+
+    def by_layer(self) -> dict[int, dict[str, Any]]:
+        """By layer and projection."""
+        found: dict[int, dict[str, Any]] = {}
+        for module, at in self.modules.items():
+            found.setdefault(at.layer, {})[at.projection] = self.part(module)
+        return dict(sorted(found.items()))
+
+    def value(self) -> PerLayer:
+        return self.at_layers(at.layer for at in self.modules.values())[self.kwarg]
+
+    def at_layers(self, layers: Iterable[int]) -> dict[str, PerLayer]:
+        """The kwargs of some layers, for a slice of a flow: ``flow[3:7](hidden, **adapter.at_layers(range(3, 7)))``."""
+        chosen = set(layers)
+        return per_layer({layer: {self.kwarg: own} for layer, own in self.by_layer().items() if layer in chosen})
+
+    def _says(self) -> str:
+        layers = sorted({at.layer for at in self.modules.values()})
+        whole = layers == list(range(layers[0], layers[-1] + 1))
+        said = f"{layers[0]}:{layers[-1] + 1}" if whole else ", ".join(map(str, layers))
+        projections = dict.fromkeys(at.projection for at in self.modules.values())
+        return f"{', '.join(projections)} of layers {said}"
+
+
+class LoRA(Projected):
+    """Low-rank adapters (Hu et al. 2021): the kwarg ``lora``. Its dropout is left out, as it is in PEFT's eval mode."""
+
+    kwarg, suffixes = "lora", (".lora_A.weight", ".lora_B.weight")
+
+    def __init__(self, saved: Saved):
+        super().__init__(saved)
+        self.scales = {module: self._scale(module) for module in self.modules}
+        if any(saved.scales.get(module, scale) != scale for module, scale in self.scales.items()):
+            self.scales = {module: saved.scales.get(module, scale) for module, scale in self.scales.items()}
+            ranks = {module: len(self._sides(module)[0]) for module in self.modules}
+            self.config = {**self.config, **scaling(ranks, self.scales)}
+
+    def _sides(self, module: str) -> tuple[Tensor, Tensor]:
+        return self.tensors[f"{module}.lora_A.weight"], self.tensors[f"{module}.lora_B.weight"]
+
+    def _scale(self, module: str) -> float:
+        """alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023), of the module's own pattern or of all."""
+        A_RI, B_OR = self._sides(module)
+        rank, alpha = self._said("rank_pattern", module, "r"), self._said("alpha_pattern", module, "lora_alpha")
+        if A_RI.dim() != 2 or B_OR.dim() != 2 or not 0 < A_RI.shape[0] == B_OR.shape[1] == rank:
+            raise ModelError(
+                f"{self.where}: {module} has A {describe(A_RI)} and B {describe(B_OR)}; its config says rank {rank}"
+            )
+        if not isinstance(alpha, int | float):
+            raise ModelError(f"{self.where}: the config's lora_alpha is {alpha!r:.40}")
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _said(self, patterns: str, module: str, otherwise: str) -> Any:
+        """The value of the first pattern that fits the end of a module's name, as PEFT finds it."""
+        try:
+            for end, value in (self.config.get(patterns) or {}).items():
+                if re.match(rf"(.*\.)?({end})$", module):
+                    return value
+        except (AttributeError, re.error) as error:
+            raise ModelError(f"{self.where}: {patterns} is not a dict of regular expressions: {error}") from error
+        return self.config.get(otherwise)
+
+    def part(self, module: str) -> dict[str, Any]:
+        A_RI, B_OR = self._sides(module)
+        return {"A": A_RI, "B": B_OR, "scale": self.scales[module]}
+
+    def _says(self) -> str:
+        ranks = sorted({len(self._sides(module)[0]) for module in self.modules})
+        scales = sorted(set(self.scales.values()))
+        dropout = self.config.get("lora_dropout")
+        off = f", lora_dropout {dropout} left out as in eval mode" if dropout else ""
+        return f"{super()._says()}, rank {', '.join(map(str, ranks))}, scale {', '.join(f'{s:g}' for s in scales)}{off}"
+
+
+def scaling(ranks: Mapping[str, int], scales: Mapping[str, float]) -> dict[str, Any]:
+    """What a LoRA's config says of its modules' ranks and scales."""
+    alphas = {module: _alpha(scales[module], rank) for module, rank in ranks.items()}
+    rank, alpha = (Counter(found.values()).most_common(1)[0][0] for found in (ranks, alphas))
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {re.escape(module): own for module, own in ranks.items() if own != rank},
+        "alpha_pattern": {re.escape(module): own for module, own in alphas.items() if own != alpha},
+        "use_rslora": False,
+    }
+
+
+def _alpha(scale: float, rank: int) -> float:
+    """The alpha that gives the scale; PEFT's are whole numbers where they can be."""
+    whole = round(scale * rank) if math.isfinite(scale) else scale
+    return whole if whole / rank == scale else scale * rank
+
+
+class IA3(Projected):
+    """Vectors that multiply what projections give, or what feed-forward ones get (Liu et al. 2022): ``ia3``."""
+
+    kwarg, suffixes = "ia3", (".ia3_l",)
+
+    def part(self, module: str) -> Any:
+        tensor = self.tensors[f"{module}.ia3_l"]
+        if tensor.dim() != 2 or 1 not in tensor.shape:
+            raise ModelError(f"{self.where}: {module}.ia3_l is {describe(tensor)}; PEFT's are (out, 1) or (1, in)")
+        return axes(tensor.flatten(), "out" if tensor.shape[1] == 1 else "in")
+
+
+class Prefix(Adapter):
+    """Prefix tuning (Li & Liang 2021): keys and values before the first column: the kwarg ``prefix_kv``.
+
+    Positions start behind them: ``x = flow.inputs(texts, prefix=adapter.length)``.
+    """
+
+    kwarg = "prefix_kv"
+
+    def __init__(self, saved: Saved):
+        super().__init__(saved)
+        config, (self.length, width) = self.config, _prompts(saved)
+        sizes: list[Any] = [config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")]
+        layers, heads, own = sizes if all(type(size) is int and size > 0 for size in sizes) else (0, 1, 0)
+        self.layers: int = layers
+        if not layers or own % heads or width != 2 * layers * own:
+            raise ModelError(
+                f"{self.where}: {PROMPTS} is {describe(self.tensors[PROMPTS])}, its config says num_layers, "
+                f"num_attention_heads and token_dim {sizes}"
+            )
+        # what was projected is saved as what it projects to
+        self.config = {**config, "prefix_projection": False}
+
+    def value(self) -> dict[str, Tensor]:
+        heads = self.config["num_attention_heads"]
+        by_head = self.tensors[PROMPTS].reshape(self.length, self.layers, 2, heads, -1)
+        keys, values = by_head.permute(2, 1, 3, 0, 4)[:, :, None]  # layer, one row for all, head, token, head_dim
+        return {"k": keys, "v": values}
+
+    def _says(self) -> str:
+        return f"prefix of {self.length} keys and values at layers 0:{self.layers}"
+
+
+class Prompt(Adapter):
+    """Prompt tuning (Lester et al. 2021): vectors that stand before the text as if they were tokens' embeddings.
+
+        x = adapter.inputs(flow, ["Hello", "The weather"])          # hidden has adapter.length columns more
+        out = flow(**x)[:, adapter.length :]
+
+    They are columns of their own and no kwarg of the blocks. A model does it in every call and in generate:
+    ``model = kf.AutoDistributed….from_pretrained(path, tuning_mode="ptune", pre_seq_len=adapter.length)`` and
+    ``model.prompt_embeddings.data.copy_(adapter.vectors)``.
+    """
+
+    kwarg = ""
+
+    def __init__(self, saved: Saved):
+        super().__init__(saved)
+        self.length, _ = _prompts(saved)
+
+    @property
+    def vectors(self) -> Tensor:
+        """(prefix, width of the embedding)"""
+        return self.tensors[PROMPTS]
+
+    def inputs(self, flow: Flow, texts: Any) -> dict[str, Tensor]:
+        """What ``flow.inputs(texts)`` gives, with the vectors before each row, pads included."""
+        ids, mask = token_ids(flow.ends, texts)
+        mask = torch.cat([mask.new_ones(len(mask), self.length), mask], 1)
+        positions = (mask.long().cumsum(-1) - 1).clamp(min=0)
+        out = {"hidden": flow.ends.embed(ids, positions, before=self.vectors), "attention_mask": mask}
+        return {**out, "position_ids": positions} if flow.ends.takes_positions else out
+
+    def __iter__(self) -> Iterator[str]:
+        raise UnsupportedError(
+            "prompt tuning is columns before the text, and no kwarg of the blocks: x = adapter.inputs(flow, texts)"
+        )
+
+    def _says(self) -> str:
+        return f"{self.length} vectors before the text, by x = adapter.inputs(flow, texts)"
+
+
+def _prompts(saved: Saved) -> tuple[int, int]:
+    """Their number and width. Raises ModelError unless they are all that is there."""
+    found = saved.tensors.get(PROMPTS)
+    if len(saved.tensors) != 1 or found is None or found.dim() != 2:
+        raise ModelError(f"{saved.where} holds {', '.join(saved.tensors) or 'nothing'}; expected one {PROMPTS}")
+    tokens = saved.config.get("num_virtual_tokens")
+    if tokens != len(found):
+        raise ModelError(f"{saved.where}: {PROMPTS} is {describe(found)}, its config says num_virtual_tokens {tokens}")
+    return found.shape[0], found.shape[1]
+
+
+KINDS: dict[str, type[Adapter]] = {"LORA": LoRA, "IA3": IA3, "PREFIX_TUNING": Prefix, "PROMPT_TUNING": Prompt}

@@ -1,0 +1,331 @@
+"""Proof that a flow gives the local model's values: bit for bit, or why not, and whether the gap is noise or a bug.
+
+    print(kf.verify.exact_match(flow, reference, **x))      # the first line is the verdict and why
+
+Noise falls when precision rises, a bug does not: when the bits differ, both sides run again in float64.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kwflow.client.call import Plan
+from kwflow.client.flow import Flow
+from kwflow.client.peers import Hop
+from kwflow.errors import KwargError, KwflowError, SpanError
+from kwflow.kwargs.axes import Axed
+from kwflow.kwargs.bound import Span
+from kwflow.show import html as pages
+from kwflow.show.progress import progress
+
+NOISE_FALLS_BY = 1e4  # fp32 to fp64 lowers rounding by 2^29; a bug stays
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One output beside its reference."""
+
+    name: str
+    bitwise: bool
+    max_abs: float
+    max_rel: float  # against the reference's largest magnitude
+    ulp: tuple[float, float]  # units in the last place: median, most (numbers near zero have small units)
+    top1: float | None = None  # share of positions whose most likely token agrees (logits only)
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Match:
+    """What :func:`exact_match` found. ``bool(match)``: bitwise equal, or shown to be rounding noise."""
+
+    verdict: str  # "bitwise", "noise", "different" or "no fp64 verdict"
+    why: str
+    outputs: tuple[Comparison, ...]
+    reasons: tuple[str, ...] = ()
+    fp64_gap: float | None = None
+    sides: tuple[str, str] = ("", "")
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def bitwise(self) -> bool:
+        return self.verdict == "bitwise"
+
+    def __bool__(self) -> bool:
+        return self.verdict in ("bitwise", "noise")
+
+    def _rows(self) -> list[list[str]]:
+        rows = [["output", "shape", "bitwise", "max abs", "max rel", "ulp median/max", "top-1"]]
+        for c in self.outputs:
+            top = "" if c.top1 is None else f"{c.top1:.1%}"
+            numbers = [f"{c.max_abs:.3g}", f"{c.max_rel:.3g}", f"{c.ulp[0]:.3g}/{c.ulp[1]:.3g}"]
+            rows.append([c.name, "×".join(map(str, c.shape)), "yes" if c.bitwise else "no", *numbers, top])
+        return rows
+
+    def __str__(self) -> str:
+        rows = self._rows()
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [f"{self.verdict.upper()}: {self.why}", f"  {self.sides[0]}  against  {self.sides[1]}"]
+        lines += [f"  {line}" for line in table]
+        lines += [f"  cannot be bitwise: {reason}" for reason in self.reasons]
+        lines += [f"  {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        header, *rows = self._rows()
+        below = [pages.line(f"cannot be bitwise: {reason}") for reason in self.reasons]
+        below += [pages.line(note) for note in self.notes]
+        sides = pages.line(f"{self.sides[0]} against {self.sides[1]}", dim=True)
+        colour = pages.BLUE if self else pages.ORANGE
+        return pages.page(self.verdict.upper(), sides, pages.table(header, rows), *below, said=self.why, colour=colour)
+
+
+def exact_match(
+    flow: Flow,
+    reference: Any,
+    hidden: Tensor,
+    *,
+    layers: Sequence[int] | None = None,
+    threads: int | None = None,
+    **kwargs: Any,
+) -> Match:
+    """Compare a flow with a local reference on ``hidden`` (batch, seq, hidden) and kwargs.
+
+    ``reference``: a Hugging Face model, or ``kf.stream(path)``. ``layers``: check each of these alone, with its part of
+    the kwargs, instead of the whole flow. ``threads``: torch threads of the reference; by default the workers'. The
+    reference runs the flow's own cuts of the batch, since other shapes round otherwise, and each worker's layers in
+    that worker's dtype. Where the bits differ, pads are left out of the comparison: attention implementations fill them
+    differently, and nothing reads them.
+    """
+    from kwflow.research.reference import as_reference
+
+    local = as_reference(reference)
+    if layers is not None and not (layers and all(flow.start <= layer < flow.stop for layer in layers)):
+        raise SpanError(f"layers={list(layers)}: give some, all in this flow's {flow.start}:{flow.stop}")
+    parts = [("hidden", flow)] if layers is None else [(f"layer {n}", flow[n : n + 1]) for n in layers]
+    if kwargs.get("capture") is not None:
+        raise KwargError("exact_match compares hidden; capture on both sides, and compare with torch.equal")
+    outputs, reasons = [], list[str]()
+    with torch.no_grad():
+        bound = flow.plan(hidden, kwargs).bound
+        plans = [one.plan_bound(hidden, bound.part(None, one.span)[0]) for _, one in parts]
+        if threads is None:
+            threads = min(int(hop.hello["fingerprint"]["threads"]) for plan in plans for hop in plan.route)
+        with threads_set(threads):
+            reasons, notes = differences(plans, local, hidden), casts(plans, local, hidden)
+            pairs = zip(parts, plans, strict=True)
+            for (name, one), plan in progress(pairs, "comparing", len(parts)):
+                ours, expected = one.run_bound(hidden, plan.bound)[0], _by_cuts(plan, local, hidden)
+                outputs.append(compare(name, *_at_tokens(ours, expected, kwargs)))
+                if layers is None and (flow.start, flow.stop) == (0, flow.ends.layers):
+                    logits = _at_tokens(flow.head(ours), flow.head(expected), kwargs)
+                    outputs.append(compare("logits", *logits, top1=True))
+    sides = (repr(flow), f"{local.name}, {threads} thread{'s' if threads != 1 else ''}")
+    if all(c.bitwise for c in outputs):
+        why = f"all bits are equal ({hidden.numel():,} numbers per hidden)"
+        return Match("bitwise", why, tuple(outputs), (), None, sides, notes)
+    gap = max(c.max_rel for c in outputs if c.name != "logits")
+    if other := quantized_otherwise(plans, local):
+        why = f"{other}, so the sides have other weights (max rel {gap:.2g})"
+        return Match("different", why, tuple(outputs), tuple(reasons), None, sides, notes)
+    found = _judge(parts, plans, local, hidden, kwargs, tuple(outputs), tuple(reasons), gap, sides)
+    return replace(found, notes=(*found.notes, *notes))
+
+
+def stream(model: str | os.PathLike[str], dtype: Any = None, quantize: str | None = None) -> Any:
+    """A reference that reads a model's files and holds one layer at a time, for models larger than memory."""
+    from kwflow.research.reference import Stream
+
+    return Stream(model, dtype, quantize)
+
+
+def compare(name: str, ours: Tensor, expected: Tensor, *, top1: bool = False) -> Comparison:
+    """Bits, absolute and relative gap, units in the last place; NaN at the same places is equal."""
+    bitwise = ours.dtype == expected.dtype and torch.equal(_bits(ours), _bits(expected))
+    gap = (ours.double() - expected.double()).abs().nan_to_num(nan=0.0)
+    largest = expected.double().abs().nan_to_num(nan=0.0).max().item() if expected.numel() else 0.0
+    worst = gap.max().item() if gap.numel() else 0.0
+    if not torch.equal(ours.isnan(), expected.isnan()):
+        worst = float("inf")
+    agree = (ours.argmax(-1) == expected.argmax(-1)).double().mean().item() if top1 else None
+    relative = worst / largest if largest else worst
+    return Comparison(name, bitwise, worst, relative, _ulp(ours, expected), agree, tuple(ours.shape))
+
+
+def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
+    """Why the bits may differ: every part of the workers' fingerprints that is not the reference's."""
+    here = {
+        "torch": str(torch.__version__),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "threads": torch.get_num_threads(),
+        "attention": local.attention,
+    }
+    found = [other] if (other := quantized_otherwise(plans, local)) else []
+    for hop in _workers(plans):
+        theirs, who = hop.hello["fingerprint"], f"worker {hop.peer[-8:]}"
+        for name, mine in here.items():
+            if theirs.get(name, mine) != mine:
+                found.append(f"{name} {theirs.get(name)} on {who}, {mine} here")
+        if (device := theirs.get("device", "cpu").split()[0]) != local.device.type:
+            found.append(f"device {device} on {who}, {local.device.type} here")
+        if _dtype(hop) != local.dtype and (local.quantization or not _holds(local.dtype, _dtype(hop))):
+            found.append(f"dtype {hop.hello['dtype']} on {who}, here weights were read in {_short(local.dtype)}")
+        if theirs.get("block_fn"):
+            found.append(f"worker {hop.peer[-8:]} runs its own block_fn {theirs['block_fn']}")
+    if getattr(local, "repacked", False):
+        found.append("on this CPU bitsandbytes computes the reference's nf4 in bfloat16, whatever its dtype")
+    if not hidden.is_contiguous():
+        found.append("hidden is not contiguous here; it arrives contiguous")
+    return found
+
+
+def quantized_otherwise(plans: Sequence[Plan], local: Any) -> str:
+    """Which worker's weights are quantized as the reference's are not; empty when all are alike."""
+    for hop in _workers(plans):
+        theirs = hop.hello.get("quantization", "")
+        if theirs != local.quantization:
+            runs = f"runs {theirs}" if theirs else "is not quantized"
+            return f"worker {hop.peer[-8:]} {runs}, the reference {local.quantization or 'is not quantized'}"
+    return ""
+
+
+def casts(plans: Sequence[Plan], local: Any, hidden: Tensor) -> tuple[str, ...]:
+    """What is said of workers whose dtype is not hidden's or the reference's: both sides cast alike."""
+    found = []
+    for hop in _workers(plans):
+        theirs = _dtype(hop)
+        if theirs != hidden.dtype:
+            found.append(
+                f"worker {hop.peer[-8:]} computes in {_short(theirs)} and answers in hidden's {_short(hidden.dtype)}"
+            )
+        if theirs != local.dtype and not local.quantization:
+            found.append(f"the reference's {_short(local.dtype)} weights were cast to {_short(theirs)} for its layers")
+    return tuple(dict.fromkeys(found))
+
+
+def _workers(plans: Sequence[Plan]) -> list[Hop]:
+    return list({hop.peer: hop for plan in plans for hop in plan.route}.values())
+
+
+def _dtype(hop: Hop) -> torch.dtype:
+    return getattr(torch, hop.hello["dtype"])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether every number of ``narrow`` is one of ``wide``."""
+    return torch.promote_types(wide, narrow) == wide
+
+
+@contextmanager
+def threads_set(threads: int) -> Iterator[None]:
+    """Within, torch computes with this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _by_cuts(plan: Plan, local: Any, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The reference as the flow runs: the same rows together, and each worker's layers in that worker's dtype."""
+    outs = []
+    spans = [(local.cast(theirs), span) for theirs, span in _spans(plan, hidden.dtype)]
+    for rows in plan.cuts:
+        out = hidden[rows[0] : rows[1]]
+        for reference, span in spans:
+            bound, _ = plan.bound.part(rows, span)
+            run_in = dtype or reference.dtype
+            out = reference.run(out.to(run_in), bound, run_in).to(hidden.device, hidden.dtype)
+        outs.append(out)
+    return torch.cat(outs)
+
+
+def _spans(plan: Plan, between: torch.dtype) -> list[tuple[torch.dtype, Span]]:
+    """The route's spans by dtype; neighbours are one where the hidden between them loses nothing."""
+    found: list[tuple[torch.dtype, Span]] = []
+    for hop in plan.route:
+        theirs = _dtype(hop)
+        if found and found[-1][0] == theirs and _holds(between, theirs):
+            found[-1] = theirs, (found[-1][1][0], hop.stop)
+        else:
+            found.append((theirs, hop.span))
+    return found
+
+
+def _at_tokens(ours: Tensor, expected: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Both sides whole when all bits are equal, else at the tokens only: what stands at a pad means nothing."""
+    mask = kwargs.get("attention_mask")
+    mask = mask.tensor if isinstance(mask, Axed) else mask
+    if (
+        not isinstance(mask, Tensor)
+        or mask.dim() != 2
+        or (ours.dtype == expected.dtype and torch.equal(ours, expected))
+    ):
+        return ours, expected
+    at = mask.bool().expand(ours.shape[0], -1)
+    return ours[at], expected[at]
+
+
+def _judge(
+    parts: Sequence[tuple[str, Flow]],
+    plans: Sequence[Plan],
+    local: Any,
+    hidden: Tensor,
+    kwargs: dict[str, Any],
+    outputs: tuple[Comparison, ...],
+    reasons: tuple[str, ...],
+    gap: float,
+    sides: tuple[str, str],
+) -> Match:
+    """Run both sides in float64: noise when the gap falls by 10^4 or more."""
+    wide, gaps = hidden.double(), []
+    known = f"; {reasons[0]}" if reasons else ""
+    try:
+        pairs = zip(parts, plans, strict=True)
+        for (name, one), plan in progress(pairs, "comparing in float64", len(parts)):
+            ours = one.options(dtype="float64").run_bound(wide, plan.bound)[0]
+            expected = _by_cuts(plan, local, wide, torch.float64)
+            gaps.append(compare(name, *_at_tokens(ours, expected, kwargs)).max_rel)
+    except (KwflowError, RuntimeError) as error:
+        why = f"not bitwise (max rel {gap:.2g}){known}; a side refused float64: {str(error)[:120]}"
+        return Match("no fp64 verdict", why, outputs, reasons, None, sides)
+    fell = gap / max(gaps) if max(gaps) else float("inf")
+    note = (f"max rel {gap:.3g} in {_short(_dtype(plans[0].route[0]))}, {max(gaps):.3g} in float64",)
+    if fell >= NOISE_FALLS_BY:
+        why = f"rounding: in float64 the gap falls by {fell:.1e}{known}"
+        return Match("noise", why, outputs, reasons, max(gaps), sides, note)
+    why = f"the gap stays in float64 (max rel {gap:.2g} to {max(gaps):.2g}), so the sides compute other things{known}"
+    return Match("different", why, outputs, reasons, max(gaps), sides, note)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(sizes[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+def _ulp(ours: Tensor, expected: Tensor) -> tuple[float, float]:
+    """The distance in representable numbers: median and largest."""
+    if not ours.numel() or ours.dtype != expected.dtype or not ours.is_floating_point():
+        return 0.0, 0.0
+    ordered = []
+    for tensor in (ours, expected):
+        bits = _bits(tensor).to(torch.int64)
+        lowest = -(1 << (8 * tensor.element_size() - 1))
+        ordered.append(torch.where(bits < 0, lowest - bits, bits))
+    distance = (ordered[0].double() - ordered[1].double()).abs()
+    return distance.median().item(), distance.max().item()

@@ -1,0 +1,1 @@
+"""How things look in a notebook and a terminal; imports nothing else of kwflow."""

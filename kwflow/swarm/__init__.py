@@ -1,0 +1,1 @@
+"""Processes and libp2p: the only package that imports hivemind."""

@@ -1,0 +1,1 @@
+"""Bytes, frames, channels and the network thread; no hivemind."""
