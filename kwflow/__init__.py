@@ -70,7 +70,6 @@ if TYPE_CHECKING:
     from kwflow import steering as steering
     from kwflow import verify as verify
     from kwflow.blocks.span import chain as chain
-    from kwflow.faults import injection as faults
     from kwflow.huggingface.auto import AutoDistributedConfig as AutoDistributedConfig
     from kwflow.huggingface.auto import AutoDistributedModel as AutoDistributedModel
     from kwflow.huggingface.auto import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kwflow.blocks.hooks import Act, acting
+from kwflow.blocks.hooks import acting
 from kwflow.blocks.kv import KV, StepCache
 from kwflow.blocks.patterns import eager, eager_mask
 from kwflow.blocks.projections import Act as Adapts
@@ -27,13 +27,13 @@ from kwflow.kwargs import lora as adapt
 from kwflow.kwargs import prefix_kv as prefix
 from kwflow.kwargs import tree as trees
 from kwflow.kwargs.axes import Axed
-from kwflow.kwargs.bind import PerLayer, bind_kwargs
+from kwflow.kwargs.bind import PerLayer, bind_kwargs, bind_value
 from kwflow.kwargs.bound import Bound
-from kwflow.kwargs.capture import take
-from kwflow.kwargs.edit import apply
-from kwflow.kwargs.points import PATTERN
+from kwflow.kwargs.builtin import INSIDE, at_points
+from kwflow.kwargs.kwarg import LayerCall, Place
+from kwflow.kwargs.points import ENTERING, LEAVING, PATTERN
+from kwflow.kwargs.positions import token_positions
 from kwflow.kwargs.schema import Schema
-from kwflow.kwargs.steer import add_prompts, add_steer, token_positions
 
 Params = Mapping[str, Tensor]
 
@@ -117,66 +117,30 @@ class Block:
         return out
 
     def _normal(self, params: Params, hidden: Tensor, call: Call, kwargs: Mapping[str, Any]) -> Tensor:
-        prompts, steer = kwargs.get("prompts"), kwargs.get("steer")
-        if prompts is not None:
-            if call.token_position is None:
-                raise KwargError(
-                    "prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one"
-                )
-            hidden = add_prompts(hidden, prompts, call.token_position)
-        acts = self._acts(kwargs, hidden.shape, call.captured)
-        adapted = self._adapted(kwargs, hidden.shape)
-        for point in ("embed", "resid_pre"):
+        rows, heads = (hidden.shape[0], hidden.shape[1]), self.schema.sizes["head"]
+        acts = at_points(kwargs, LayerCall(self.layer, rows, heads, call.token_position, call.captured))
+        adapted = self._adapted(kwargs, rows)
+        for point in ENTERING:
             hidden = acts.pop(point)(hidden) if point in acts else hidden
-        last = acts.pop("resid", None)
+        last = acts.pop(LEAVING, None)
         args = dict(call.layer_args[self.kind])
         if call.cache is not None:
             args[self.cache_name] = call.cache
-        at_points, looked_at = acting(acts, self.layer) if acts else nullcontext(), nullcontext()
+        reached, looked_at = acting(acts, self.layer) if acts else nullcontext(), nullcontext()
         if PATTERN in acts:
             args["attention_mask"] = eager_mask(args.get("attention_mask"), hidden, call.past)
             looked_at = eager(self.module.get_submodule(self.attention))
-        with self.turn, at_points, looked_at, adapting(adapted, self.layer) if adapted else nullcontext():
+        with self.turn, reached, looked_at, adapting(adapted, self.layer) if adapted else nullcontext():
             if params is self.params:
                 out = self.module(hidden, **args)
             else:
                 out = torch.func.functional_call(self.module, dict(params), (hidden,), args, strict=True)
         out = out[0] if isinstance(out, tuple) else out
-        out = out if steer is None else add_steer(out, steer)
         return out if last is None else last(out)
 
-    def _acts(
-        self, kwargs: Mapping[str, Any], shape: torch.Size, captured: dict[tuple[int, int], Tensor]
-    ) -> dict[str, Act]:
-        """What to do at each point: a mask of heads, then its edits in order, then its captures."""
-        edits, captures, mask = kwargs.get("edit", ()), kwargs.get("capture", ()), kwargs.get("head_mask")
-        heads = self.schema.sizes["head"]
-
-        def act(point: str) -> Act:
-            mine = [edit for edit in edits if edit["point"] == point]
-            wanted = {(self.layer, i): one for i, one in enumerate(captures) if one["point"] == point}
-
-            def at_point(activation: Tensor) -> Tensor:
-                if point == PATTERN:
-                    weights = activation.transpose(1, 2)  # (batch, seq, head, key)
-                    captured.update({key: take(weights, one, heads) for key, one in wanted.items()})
-                    return activation
-                out = activation.reshape(*shape[:2], activation.shape[-1])  # opt flattens rows before its feed-forward
-                if point == "head" and mask is not None:
-                    out = adapt.mask_heads(out, mask, heads)
-                for edit in mine:
-                    out = apply(out, edit, heads)
-                captured.update({key: take(out, one, heads) for key, one in wanted.items()})
-                return out.reshape(activation.shape)
-
-            return at_point
-
-        reached = {one["point"] for one in (*edits, *captures)} | ({"head"} if mask is not None else set())
-        return {point: act(point) for point in reached}
-
-    def _adapted(self, kwargs: Mapping[str, Any], shape: torch.Size) -> dict[str, Adapts]:
+    def _adapted(self, kwargs: Mapping[str, Any], rows: tuple[int, int]) -> dict[str, Adapts]:
         """What to do at each projection that has an adapter."""
-        given, rows = adapt.by_projection(kwargs.get("lora") or {}, kwargs.get("ia3") or {}), (shape[0], shape[1])
+        given = adapt.by_projection(kwargs.get("lora") or {}, kwargs.get("ia3") or {})
         return {
             name: lambda module, x, own=own: adapt.adapt(module, x, own, rows)  # type: ignore[misc]
             for name, own in given.items()
@@ -198,17 +162,19 @@ class BoundBlock:
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
         self.handed_on.update(kwargs)
-        unknown = set(kwargs) - {"prompts", "steer", "edit", "capture", "lora", "ia3", "head_mask"}
-        if unknown:
-            taken = "prompts, steer, edit, capture, lora, ia3 and head_mask"
-            raise UnknownKwarg(f"the normal block takes {taken}, got {', '.join(sorted(unknown))}")
-        declared = {"prompts": ("batch", "prefix", "hidden"), "steer": ("hidden",), "head_mask": ("head",)}
-        given = {k: Axed(v, declared[k]) if isinstance(v, Tensor) else v for k, v in kwargs.items() if v is not None}
-        schema, sizes = self._block.schema, {"batch": hidden.shape[0]}
-        for name in ("lora", "ia3"):
-            if name in given:
-                given[name] = adapt.check(name, given[name], schema.projections, sizes, name, own_layer=True)
+        if unknown := set(kwargs) - INSIDE.keys():
+            raise UnknownKwarg(f"the normal block takes {', '.join(INSIDE)}, got {', '.join(sorted(unknown))}")
+        rows = {"batch": hidden.shape[0], "seq": hidden.shape[1]}
+        given = {name: self._bound(name, value, rows) for name, value in kwargs.items() if value is not None}
         return self._block._normal(params, hidden, self._call, given)
+
+    def _bound(self, name: str, value: Any, rows: Mapping[str, int]) -> Any:
+        """A kwarg as the block takes it: a block_fn hands it on as it came, or gives bare tensors of one layer."""
+        if INSIDE[name].kind != "projections" and not isinstance(value, Tensor):
+            return value
+        schema = self._block.schema
+        sizes = {**schema.sizes, **rows}
+        return bind_value(name, value, Place(name, INSIDE[name], sizes, schema.projections, own_layer=True))
 
 
 def run(

@@ -1,14 +1,12 @@
-"""Where a layer can be reached from outside: hooks on its modules that act only within ``acting``.
+"""Hooks on a layer's modules that act only within ``acting``: where its points are reached from outside.
 
-    attn, mlp   what that part adds to the residual stream      head   the attention's heads, before their projection
-    pattern     the attention's weights, which can be looked at only
-
-The hooks are put in once, when a layer is loaded, and ask a ContextVar: calls in other threads do not see each other.
+Which points there are, and how each is reached: ``kwargs.points``. The hooks are put in once, when a layer is loaded,
+and ask a ContextVar: calls in other threads do not see each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -16,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from kwflow.errors import BlockError
-from kwflow.kwargs.points import PATTERN
+from kwflow.kwargs.kwarg import Act
+from kwflow.kwargs.points import POINTS
 
-Act = Callable[[Tensor], Tensor]  # (batch, seq, features) to the same
 _acting: ContextVar[tuple[dict[str, Act], set[str]] | None] = ContextVar("kwflow_acting", default=None)
 
 
@@ -26,12 +24,10 @@ def install(layer: nn.Module, paths: Mapping[str, str]) -> None:
     """Make the points of a layer: ``{"attn": module, "mlp": module, "head": output projection}``, dotted names."""
     for point, path in paths.items():
         module = layer.get_submodule(path)
-        if point == PATTERN:
-            module.register_forward_hook(_weights)
-        elif point == "head":
+        if POINTS[point].reached == "input":
             module.register_forward_pre_hook(_before(point))
         else:
-            module.register_forward_hook(_after(point))
+            module.register_forward_hook(_after(point) if POINTS[point].reached == "output" else _weights(point))
 
 
 @contextmanager
@@ -55,9 +51,12 @@ def _act(point: str, activation: Tensor) -> Tensor:
     return current[0][point](activation)
 
 
-def _weights(_: nn.Module, __: Any, out: Any) -> None:
-    if isinstance(out, tuple) and len(out) > 1 and isinstance(out[1], Tensor):
-        _act(PATTERN, out[1])
+def _weights(point: str) -> Any:
+    def hook(_: nn.Module, __: Any, out: Any) -> None:
+        if isinstance(out, tuple) and len(out) > 1 and isinstance(out[1], Tensor):
+            _act(point, out[1])
+
+    return hook
 
 
 def _before(point: str) -> Any:

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kwflow.blocks.block import Block, Params, run
 from kwflow.errors import AxesError, KwargError, SpanError
-from kwflow.kwargs import prefix_kv as prefix
+from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.axes import Axes
 from kwflow.kwargs.bind import bind_kwargs
+from kwflow.kwargs.builtin import BUILTIN, INSIDE
 from kwflow.kwargs.schema import SCALARS, Schema, Spec
 
 
@@ -84,7 +85,7 @@ def own_kwargs(fn: Callable[..., Tensor]) -> tuple[dict[str, Spec], bool]:
     for key, parameter in keyword.items():
         if key == "block":
             continue
-        if key in ("attention_mask", "position_ids", prefix.NAME, prefix.HUGGING_FACE):
+        if key == prefix_kv.HUGGING_FACE or (key in BUILTIN and key not in INSIDE):
             raise KwargError(f"block_fn {name!r} declares {key!r}, which is inside `block` already")
         required, kind = parameter.default is parameter.empty, parameter.annotation
         if isinstance(kind, Axes):

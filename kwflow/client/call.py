@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from kwflow.autograd.derive import remote_call
-from kwflow.autograd.transforms import is_wrapped, plain
+from kwflow.autograd.transforms import plain
 from kwflow.client.options import Options
 from kwflow.client.peers import Hop, Peers
 from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry, wait
-from kwflow.errors import KwargError
-from kwflow.kwargs.axes import describe, part, part_adjoint
-from kwflow.kwargs.bind import Schemas, bind_kwargs
+from kwflow.kwargs.axes import part, part_adjoint
+from kwflow.kwargs.bind import Schemas
 from kwflow.kwargs.bound import Bound, Span
-from kwflow.kwargs.positions import Columns
 from kwflow.kwargs.prefix_kv import length
 
 IN_FLIGHT = 8  # sub-batches on their way at once
@@ -242,30 +240,6 @@ class PlanCall(torch.autograd.Function):
 def schemas_of(route: Sequence[Hop]) -> Schemas:
     """What the workers of a route take."""
     return [(hop.span, hop.schema) for hop in route]
-
-
-def bind(
-    schemas: Schemas,
-    span: Span,
-    kwargs: Mapping[str, Any],
-    sizes: Mapping[str, int],
-    columns: Columns | None = None,
-    *,
-    complete: bool = True,
-) -> Bound:
-    """Bind a call's kwargs to what its route takes, and look at the values that have limits.
-
-    ``complete``: these are all of the call's kwargs, so that one that a block_fn needs must be among them.
-    """
-    bound = bind_kwargs(schemas, span, kwargs, sizes, columns, complete=complete)
-    for leaf, tensor in zip(bound.leaves, bound.tensors, strict=True):
-        if leaf.what != "attention_mask" or is_wrapped(tensor) or tensor.is_meta:
-            continue
-        if len(leaf.axes) == 2 and not bool(((tensor == 0) | (tensor == 1)).all()):
-            raise KwargError(f"attention_mask {describe(tensor)} 'batch key' holds other numbers than 0 and 1")
-        if len(leaf.axes) == 4 and any(other.what.startswith("prompts") for other in bound.leaves):
-            raise KwargError("prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one")
-    return bound
 
 
 def _all(found: Sequence[Tensor | None]) -> list[Tensor]:

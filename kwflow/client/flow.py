@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kwflow.autograd.transforms import _in_forward_mode, is_wrapped
-from kwflow.client.call import Estimate, Plan, PlanCall, bind, join_rows, schemas_of
+from kwflow.client.call import Estimate, Plan, PlanCall, join_rows, schemas_of
 from kwflow.client.inputs import Ends, _no_capture, check_hidden, token_ids
 from kwflow.client.options import Options
 from kwflow.client.page import flow_page
@@ -31,7 +31,7 @@ from kwflow.client.retry import Retry
 from kwflow.client.session import Session
 from kwflow.errors import DeadlineError, KwargError, SpanError, UnsupportedError
 from kwflow.kwargs.axes import Axed
-from kwflow.kwargs.bind import Schemas, in_all
+from kwflow.kwargs.bind import Schemas, bind_kwargs, in_all
 from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.capture import Capture, pick
 from kwflow.kwargs.positions import Columns
@@ -217,7 +217,7 @@ class Flow:
     def _bind(self, hidden: Tensor, kwargs: Mapping[str, Any], schemas: Schemas) -> Bound:
         """A caller's tensors are computed with on the caller's thread only: torch.func's state is of a thread."""
         batch, seq, _ = hidden.shape
-        return bind(schemas, self.span, kwargs, {"batch": batch, "seq": seq, "key": seq})
+        return bind_kwargs(schemas, self.span, kwargs, {"batch": batch, "seq": seq, "key": seq})
 
     async def _planned(self, hidden: Tensor, kwargs: Mapping[str, Any], retry: Retry) -> Plan:
         """The async form of :meth:`_plan`."""

@@ -19,13 +19,11 @@ from kwflow.client.stage import Reorder, Stage, Step
 from kwflow.errors import CallerError, WorkerFailed
 from kwflow.kwargs.axes import Axed, index_rows, join_steps, part
 from kwflow.kwargs.bound import Bound
-from kwflow.kwargs.prefix_kv import NAME as PREFIX
+from kwflow.kwargs.builtin import joined_by
 from kwflow.kwargs.prefix_kv import length as prefix_length
 from kwflow.kwargs.schema import Scaling
 from kwflow.show.progress import progress
 from kwflow.wire import channel
-
-CONTROL = ("attention_mask", "position_ids")  # joined by columns
 
 
 async def replay(
@@ -121,7 +119,7 @@ def _settled(steps: Sequence[Step], position: int) -> list[tuple[Step, Step]]:
 
 def _cut(step: Step, columns: int, rows: Tensor | None) -> Step:
     """A step's first columns, and its rows in another order."""
-    bound, hidden = step.bound.leaving_out("capture"), step.hidden[:, :columns]
+    bound, hidden = step.bound.leaving_out(*joined_by("not")), step.hidden[:, :columns]
     leaves = [bound.axed(i) for i in range(len(bound.tensors))]
     if columns < step.hidden.shape[1]:
         leaves = [part(part(leaf, "seq", 0, columns), "key", 0, _keys(leaf, step, columns)) for leaf in leaves]
@@ -138,7 +136,8 @@ def _keys(leaf: Axed, step: Step, columns: int) -> int:
 def _join(first: Step, second: Step, ahead: int) -> Step | None:
     """Two steps as one; None when what they were given cannot be joined."""
     lengths = first.hidden.shape[1], second.hidden.shape[1]
-    one, other = first.bound.leaving_out(*CONTROL, PREFIX), second.bound.leaving_out(*CONTROL, PREFIX)
+    otherwise = (*joined_by("columns"), *joined_by("first"))
+    one, other = first.bound.leaving_out(*otherwise), second.bound.leaving_out(*otherwise)
     if [section.key for section in one.sections] != [section.key for section in other.sections]:
         return None
     leaves = list[Tensor]()
@@ -148,7 +147,7 @@ def _join(first: Step, second: Step, ahead: int) -> Step | None:
             return None
         leaves.append(joined.tensor)
     call: dict[str, Any] = {}
-    for name in CONTROL:
+    for name in joined_by("columns"):
         mine, theirs = first.bound.call().get(name), second.bound.call().get(name)
         if mine is None and theirs is None:
             continue
@@ -158,7 +157,7 @@ def _join(first: Step, second: Step, ahead: int) -> Step | None:
         axes = ("batch", "key" if name == "attention_mask" else "seq")
         call[name] = Axed(torch.cat(columns, 1), axes)
     bound = one.with_tensors(leaves)
-    before_them = first.bound.only(PREFIX)
+    before_them = first.bound.only(*joined_by("first"))
     if before_them.sections:
         bound = bound.joined(before_them)
     if call:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kwflow.autograd.transforms import is_wrapped, plain
-from kwflow.client.call import bind, schemas_of
+from kwflow.client.call import schemas_of
 from kwflow.client.inputs import Ends, check_hidden, token_ids
 from kwflow.client.page import session_page
 from kwflow.client.peers import Hop
@@ -31,7 +31,7 @@ from kwflow.client.stages import Stages, free
 from kwflow.errors import DeadlineError, KwargError, SessionError, ShapeError
 from kwflow.kwargs import prefix_kv as prefix
 from kwflow.kwargs.axes import Axed, describe
-from kwflow.kwargs.bind import Schemas
+from kwflow.kwargs.bind import Schemas, bind_kwargs
 from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.capture import Capture, pick
 from kwflow.kwargs.positions import Columns, from_the_end, token_position
@@ -290,12 +290,12 @@ class Session:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
         sizes = {"batch": batch, "seq": seq, "key": stop}
         of_call = {"attention_mask": mask, "position_ids": positions}
-        called = bind(schemas, self.span, of_call, sizes, complete=False)
+        called = bind_kwargs(schemas, self.span, of_call, sizes, complete=False)
         remembered, sent = self._columns_of_mask(called, batch, start, stop)
         columns = self._columns(remembered, start, stop, repeats, prompt, prompt_length)
         if prompt is not None:
             self._check_end(start, prompt)
-        bound = bind(schemas, self.span, given, {**sizes, "batch": batch // repeats}, columns)
+        bound = bind_kwargs(schemas, self.span, given, {**sizes, "batch": batch // repeats}, columns)
         ahead = self._ahead(bound, start, stop)
         if positions is not None:
             own = None if remembered is None else remembered[:, start:]

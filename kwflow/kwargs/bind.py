@@ -7,7 +7,7 @@ Nothing is sent before everything here has passed. No torch.nn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,19 +15,17 @@ import torch
 from torch import Tensor
 
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg, did_you_mean
-from kwflow.kwargs import capture as captures
-from kwflow.kwargs import edit as edits
-from kwflow.kwargs import lora as adapt
-from kwflow.kwargs import prefix_kv as prefix
+from kwflow.kwargs import lora, prefix_kv
 from kwflow.kwargs import tree as trees
 from kwflow.kwargs.axes import Axed, bind, check_dense, check_sizes, describe, expansions, without_layer
 from kwflow.kwargs.bound import Bound, Layers, Span, name_in
+from kwflow.kwargs.builtin import BUILTIN, row_of
+from kwflow.kwargs.kwarg import Place, Projections
 from kwflow.kwargs.positions import Columns
 from kwflow.kwargs.schema import SCALARS, Schema, Spec
 from kwflow.kwargs.tree import as_int
 
 Schemas = Sequence[tuple[Span, Schema]]  # what the workers of some layers take, in the order of their layers
-_AT_POINTS: dict[str, Any] = {"edit": edits, "capture": captures}  # what looks positions up, and checks entries
 _CAPTURE = "out, acts = flow.capture({'resid': [3]}, **x) brings back what layers give"
 _KEPT = "flow.session(max_length=) keeps keys and values"
 _ELSEWHERE = {  # what is asked for in other places than a call's kwargs, and where
@@ -37,17 +35,6 @@ _ELSEWHERE = {  # what is asked for in other places than a call's kwargs, and wh
     **{"input_ids": "flow.inputs embeds token ids: flow(**flow.inputs(ids))"},
     **{name: f"flow.options({name}=…) is a flow that runs so" for name in ("timeout", "peers_blocked", "batch_tokens")},
 }
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where one kwarg goes: to which layers, what their blocks take of it, and how messages call it."""
-
-    what: str  # ``steer[12]``
-    spec: Spec
-    sizes: Mapping[str, int]
-    projections: adapt.Projections  # those that every layer's worker has
-    own_layer: bool  # it is one layer's value, so it has no ``layer`` axis
 
 
 @dataclass(frozen=True)
@@ -94,7 +81,7 @@ def bind_kwargs(
     """
     found: dict[Layers, dict[str, Any]] = {"call": {}, "layers": {}}
     at_points: dict[str, Any] = {}
-    kwargs = prefix.named(kwargs, span[1] - span[0])
+    kwargs = prefix_kv.named(kwargs, span[1] - span[0])
     for name, value in kwargs.items():
         if value is None and any(name in schema.refused for _, schema in schemas):
             continue
@@ -110,7 +97,7 @@ def bind_kwargs(
             if spec.group == "call":
                 raise KwargError(f"{name} holds for the whole call: it cannot differ by layer")
             by_layer = {layer: own for layer, own in _by_layer(name, value, span).items() if own is not None}
-            if spec.projections and (whole := adapt.stacked(by_layer, span)) is not None:
+            if spec.projections and (whole := lora.stacked(by_layer, span)) is not None:
                 found["layers"][name] = whole
                 continue
             for layer, own in by_layer.items():
@@ -126,11 +113,14 @@ def bind_kwargs(
         columns = Columns.of_call(mask, sizes["seq"])
     for name, value in at_points.items():
         assert columns is not None
-        for number, (layers, entry) in enumerate(_AT_POINTS[name].lower(value, span, columns)):
+        lower = BUILTIN[name].lower
+        for number, (layers, entry) in enumerate(lower(value, span, columns) if lower is not None else ()):
             what = f"{name}[{number}]"
             bound.append((layers, _bind_section(layers, {name: [entry]}, schemas, span, sizes, what)))
     made = Bound.of(span, bound)
-    prefix.check_call(made)
+    for name in made.names() & BUILTIN.keys():
+        if (check := BUILTIN[name].check) is not None:
+            check(made)
     return made
 
 
@@ -173,32 +163,18 @@ def _bind_section(
             _projections(schemas, spans),
             own_layer=not isinstance(layers, str),
         )
-        bound[name] = _BINDERS[place.spec.kind](name, value, place)
+        bound[name] = bind_value(name, value, place)
     return bound
 
 
-def _bind_entries(name: str, value: Any, place: Place) -> list[Any]:
-    if not isinstance(value, list):
-        raise KwargError(f"{place.what} is a {type(value).__name__}; it takes {place.spec.says()}")
-    return [_AT_POINTS[name].check(entry, place.spec.points, place.sizes, place.what) for entry in value]
-
-
-def _bind_adapters(name: str, value: Any, place: Place) -> Any:
-    return adapt.check(name, value, place.projections, place.sizes, place.what, own_layer=place.own_layer)
-
-
-def _bind_prefix(name: str, value: Any, place: Place) -> Any:
-    return prefix.check(value, place.sizes, place.what, own_layer=place.own_layer)
-
-
-def _projections(schemas: Schemas, spans: Sequence[Span]) -> adapt.Projections:
+def _projections(schemas: Schemas, spans: Sequence[Span]) -> Projections:
     """The projections that every worker of an addressed layer has."""
     return in_all(
         [schema.projections for (a, b), schema in schemas if any(a < stop and start < b for start, stop in spans)]
     )
 
 
-def in_all(found: Sequence[adapt.Projections]) -> dict[str, tuple[int, int]]:
+def in_all(found: Sequence[Projections]) -> dict[str, tuple[int, int]]:
     """The projections that all have in one size."""
     first, *others = found
     return {name: sizes for name, sizes in first.items() if all(own.get(name) == sizes for own in others)}
@@ -249,7 +225,7 @@ def _refuse_missing(schemas: Schemas, span: Span, found: Mapping[Layers, Mapping
 
 def _of_layers(value: Any, spec: Spec) -> bool:
     """Whether a value is ``{layer: value}``."""
-    return isinstance(value, Mapping) and not (spec.prefix and prefix.is_pair(value))
+    return isinstance(value, Mapping) and not (spec.prefix and prefix_kv.is_pair(value))
 
 
 def _by_layer(name: str, value: PerLayer | Mapping[int, Any], span: Span) -> dict[int, Any]:
@@ -279,8 +255,15 @@ def _kind(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "int"
 
 
-def _bind_value(name: str, value: Any, place: Place) -> Any:
-    """Bind every tensor of one kwarg."""
+def bind_value(name: str, value: Any, place: Place) -> Any:
+    """Bind every tensor of one kwarg: as its row does it, or by the signatures of its spec."""
+    row = row_of(name, place.spec)
+    if row is not None and row.bind is not None:
+        return row.bind(value, place)
+    return _by_signatures(name, value, place)
+
+
+def _by_signatures(name: str, value: Any, place: Place) -> Any:
     what, spec, own_layer = place.what, place.spec, place.own_layer
     forms = {(without_layer(s) if own_layer else s): kinds for s, kinds in spec.forms}
     free: dict[str, int] = {}
@@ -324,11 +307,3 @@ def _bind_value(name: str, value: Any, place: Place) -> Any:
 
 def _fits(names: tuple[str, ...], signature: str) -> bool:
     return names in expansions(signature)
-
-
-_BINDERS: dict[str, Callable[[str, Any, Place], Any]] = {  # by Spec.kind: how a kwarg's tensors get their axes
-    "points": _bind_entries,
-    "projections": _bind_adapters,
-    "prefix": _bind_prefix,
-    "values": _bind_value,
-}

@@ -19,12 +19,11 @@ from kwflow.autograd.transforms import plain
 from kwflow.errors import KwargError
 from kwflow.kwargs import tree as trees
 from kwflow.kwargs.axes import Axed, describe, part, pick_layer, repeat_rows
+from kwflow.kwargs.points import POINTS
 
 Span = tuple[int, int]
 Layers = str | tuple[int, ...]  # "call": once per call; "layers": shared by the layers; numbers: those layers' own
-JOINED = frozenset(
-    {"edit", "capture"}
-)  # a layer takes all that is given for it, in order; of other kwargs the last one
+ENTRIES = frozenset({"edit", "capture"})  # a layer takes all that is given for it, in order; of others the last one
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Leaf:
-    """Where a tensor of a Bound belongs: its axes, the number of its section, its name for messages."""
+    """Where a tensor of a Bound belongs: its axes, the number of its section, its kwarg, and that for messages."""
 
     axes: tuple[str, ...]
     section: int
+    name: str
     what: str
 
 
@@ -76,7 +76,7 @@ class Bound:
                 if not all(isinstance(leaf, Axed) for leaf in found):
                     raise KwargError(f"kwarg {name!r:.40} has a tensor without axes")
                 what = name_in(name, layers)
-                leaves += [Leaf(leaf.axes, len(made), what) for leaf in found if isinstance(leaf, Axed)]
+                leaves += [Leaf(leaf.axes, len(made), name, what) for leaf in found if isinstance(leaf, Axed)]
             mine, skeleton = trees.flatten(kwargs)
             tensors += [leaf.tensor for leaf in mine if isinstance(leaf, Axed)]
             made.append(Section(layers, skeleton))
@@ -158,7 +158,7 @@ class Bound:
             if section.layers != "layers" and (isinstance(section.layers, str) or layer not in section.layers):
                 continue
             for name, value in self.section(number, layer).items():
-                found[name] = [*found.get(name, ()), *value] if name in JOINED else value
+                found[name] = [*found.get(name, ()), *value] if name in ENTRIES else value
         return found
 
     def captures(self, span: Span | None = None) -> int:
@@ -167,9 +167,9 @@ class Bound:
 
     def captured_shapes(self, span: Span, sizes: Mapping[str, int], keys: int) -> list[tuple[int, ...]]:
         """Of what each of these layers' captures brings back, without its rows; ``keys``: all columns so far."""
-        features = {"pattern": (sizes["head"], keys), "head": (sizes["head"], sizes["head_dim"])}
+        sizes = {**sizes, "key": keys}
         return [
-            (1 if entry["mean"] else entry["count"], *features.get(entry["point"], (sizes["hidden"],)))
+            (1 if entry["mean"] else entry["count"], *(sizes[axis] for axis in POINTS[entry["point"]].features))
             for entry in self._captures(span)
         ]
 

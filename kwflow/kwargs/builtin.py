@@ -1,16 +1,51 @@
-"""The built-in kwargs: which of them a family's blocks take."""
+"""The built-in kwargs: one table, a row each. A new one is a file beside this, a row here, and a row of the tests.
+
+Rows stand in the order in which they act at one point.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from kwflow.kwargs.lora import HEAD_MASK, IA3, LORA
-from kwflow.kwargs.prefix_kv import PREFIX_KV
+from torch import Tensor
+
+from kwflow.kwargs import capture, columns, edit, head_mask, lora, prefix_kv, prompts, steer
+from kwflow.kwargs.kwarg import Act, Features, Kwarg, LayerCall
+from kwflow.kwargs.points import PATTERN
 from kwflow.kwargs.schema import Scaling, Schema, Spec
-from kwflow.kwargs.steer import PROMPTS, STEER
 
-ATTENTION_MASK = Spec(forms=(("batch key", ("int", "bool")), ("batch head seq key", ("bool", "float"))), group="call")
-POSITION_IDS = Spec(forms=(("batch seq", ("int",)),), group="call")
+_ROWS = (
+    Kwarg("attention_mask", columns.mask_spec, check=columns.check_mask, joined="columns"),
+    Kwarg("position_ids", columns.positions_spec, joined="columns"),
+    Kwarg("prefix_kv", prefix_kv.spec, bind=prefix_kv.bind, check=prefix_kv.check_call, joined="first"),
+    Kwarg("lora", lora.lora_spec, bind=lora.bind_lora),
+    Kwarg("ia3", lora.ia3_spec, bind=lora.bind_ia3),
+    Kwarg("prompts", prompts.spec, at_points=prompts.at_points, check=prompts.check_call),
+    Kwarg("head_mask", head_mask.spec, at_points=head_mask.at_points),
+    Kwarg("steer", steer.spec, at_points=steer.at_points, folds=True),
+    Kwarg("edit", edit.spec, bind=edit.bind, lower=edit.lower, at_points=edit.at_points, folds=True),
+    Kwarg("capture", capture.spec, bind=capture.bind, lower=capture.lower, at_points=capture.at_points, joined="not"),
+)
+BUILTIN: Mapping[str, Kwarg] = {row.name: row for row in _ROWS}
+FOLDS = frozenset(row.name for row in _ROWS if row.folds)
+
+
+_EVERYTHING = Features(("resid", "head"), (), projections=True, positions=True)
+_SPECS = {row.name: spec for row in _ROWS if (spec := row.spec(_EVERYTHING)) is not None}
+# what a block does itself; the rest is around it: masks, positions, keys and values
+INSIDE = {name: spec for name, spec in _SPECS.items() if spec.group == "layers" and not spec.prefix}
+CHOSEN = frozenset(name for name, spec in INSIDE.items() if spec.kind != "values")  # their whole numbers say where
+
+
+def row_of(name: str, spec: Spec) -> Kwarg | None:
+    """The row of a kwarg; None where a worker's own block_fn declares one of that name itself."""
+    return BUILTIN[name] if name in _SPECS and _SPECS[name].kind == spec.kind else None
+
+
+def joined_by(how: str) -> tuple[str, ...]:
+    """The kwargs that a merged replay joins so."""
+    return tuple(row.name for row in _ROWS if row.joined == how)
 
 
 def schema(
@@ -25,12 +60,31 @@ def schema(
 ) -> Schema:
     """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits and
     captures act; ``looked_at``: where captures alone do; ``projections``: where adapters do; ``scaling``: rotary."""
-    at_points = {"edit": Spec(points=points), "capture": Spec(points=(*points, *looked_at))}
-    kwargs = {"attention_mask": ATTENTION_MASK, "prompts": PROMPTS, "steer": STEER, "prefix_kv": PREFIX_KV, **at_points}
-    if projections:
-        kwargs |= {"lora": LORA, "ia3": IA3}
-    if "head" in points:
-        kwargs["head_mask"] = HEAD_MASK
-    if positions:
-        kwargs["position_ids"] = POSITION_IDS
+    features = Features(points, looked_at, bool(projections), positions)
+    specs = {row.name: row.spec(features) for row in _ROWS}
+    kwargs = {name: spec for name, spec in specs.items() if spec is not None}
     return Schema(kwargs, sizes, refused, projections or {}, scaling or Scaling())
+
+
+# ---- how they act ------------------------------------------------------------------------------------------------
+
+
+def at_points(kwargs: Mapping[str, Any], call: LayerCall) -> dict[str, Act]:
+    """What one layer's kwargs do at each of its points, in the order of the table."""
+    acts: dict[str, list[Act]] = {}
+    for row in _ROWS:
+        if row.at_points is not None and kwargs.get(row.name) is not None:
+            for point, act in row.at_points(kwargs[row.name], call).items():
+                acts.setdefault(point, []).append(act)
+    return {point: _in_order(own, None if point == PATTERN else call.rows) for point, own in acts.items()}
+
+
+def _in_order(acts: Sequence[Act], rows: tuple[int, int] | None) -> Act:
+    def act(activation: Tensor) -> Tensor:
+        # opt flattens rows before its feed-forward
+        out = activation if rows is None else activation.reshape(*rows, activation.shape[-1])
+        for one in acts:
+            out = one(out)
+        return out.reshape(activation.shape)
+
+    return act

@@ -12,6 +12,7 @@ A capture at a point sees what the edits there have left. In calls it is one mor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,13 @@ from torch import Tensor
 
 from kwflow.errors import KwargError, SessionError, SpanError
 from kwflow.kwargs.axes import Axed, check_sizes
-from kwflow.kwargs.points import PATTERN, no_point, numbers
-from kwflow.kwargs.points import POINTS as EDITED
+from kwflow.kwargs.kwarg import Act, Features, LayerCall, Place
+from kwflow.kwargs.points import PATTERN, POINTS, no_point, numbers
 from kwflow.kwargs.positions import Columns, is_mask, select
+from kwflow.kwargs.schema import Spec
 from kwflow.kwargs.tree import as_int
 from kwflow.show import html as pages
 
-POINTS = (*EDITED, PATTERN)
 Key = tuple[str, int]
 Taken = tuple[Tensor, Tensor, dict[Key, Tensor]]  # of one call or step: numbers and columns (batch, pos), values
 
@@ -97,8 +98,7 @@ class Capture:
         """What is held of a point: its layers have one shape."""
         steps = [values[point, layer] for _, _, values in self._taken for layer in layers]
         features = max(tuple(step.shape[2:]) for step in steps)  # a pattern's keys grow from step to step
-        names = "batch pos head key" if point == PATTERN else "batch pos head head_dim"
-        names = "batch pos hidden" if len(features) == 1 else names
+        names = " ".join(("batch", "pos", *POINTS[point].features))
         each = f"{'×'.join(map(str, (*size, *features)))} ({names})"
         dtype = str(steps[0].dtype).removeprefix("torch.")
         return [point, _short(layers).strip("[]"), each, dtype, f"{sum(step.nbytes for step in steps):,}"]
@@ -242,6 +242,17 @@ def lower(capture: Any, span: tuple[int, int], columns: Columns) -> list[tuple[t
     return [((layer,), {"point": point, **what}) for point, layer in capture]
 
 
+def spec(features: Features) -> Spec:
+    return Spec(points=(*features.points, *features.looked_at))
+
+
+def bind(value: Any, place: Place) -> list[dict[str, Any]]:
+    """The entries that :func:`lower` made, or a peer sent."""
+    if not isinstance(value, list):
+        raise KwargError(f"{place.what} is a {type(value).__name__}; it takes {place.spec.says()}")
+    return [check(entry, place.spec.points, place.sizes, place.what) for entry in value]
+
+
 def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str) -> dict[str, Any]:
     """One entry, as a client or a peer gives it."""
     if not isinstance(entry, dict) or entry.get("point") not in points:
@@ -259,6 +270,22 @@ def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str
         if at.tensor.numel() and int(at.tensor.max()) >= count:
             raise KwargError(f"{what}: at has place {int(at.tensor.max())} of {count}")
     return entry
+
+
+def at_points(entries: Sequence[Mapping[str, Any]], call: LayerCall) -> Mapping[str, Act]:
+    """What keeps a layer's activations as it comes by; edits of the same point have acted before."""
+    by_point: dict[str, dict[tuple[int, int], Mapping[str, Any]]] = {}
+    for number, entry in enumerate(entries):
+        by_point.setdefault(entry["point"], {})[call.layer, number] = entry
+    return {point: functools.partial(_keep, call=call, wanted=own) for point, own in by_point.items()}
+
+
+def _keep(activation: Tensor, *, call: LayerCall, wanted: Mapping[tuple[int, int], Mapping[str, Any]]) -> Tensor:
+    for key, entry in wanted.items():
+        # weights come as (batch, head, seq, key)
+        seen = activation.transpose(1, 2) if entry["point"] == PATTERN else activation
+        call.captured[key] = take(seen, entry, call.heads)
+    return activation
 
 
 def take(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:

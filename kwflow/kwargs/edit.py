@@ -1,4 +1,4 @@
-"""Edits of activations: add, put, scale, project_out at a point of a layer; and how steer and prompts act.
+"""``edit``: add, put, scale, project_out at a point of a layer.
 
     flow(**x, edit=[kf.add(v, layers=12, at="prompt[-1]", scale=2.0), kf.put(clean, layers=8, at=[3])])
 
@@ -11,6 +11,7 @@ to the hidden's dtype where it acts, so its gradient comes back in the caller's 
 
 from __future__ import annotations
 
+import functools
 import numbers as kinds
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from kwflow.errors import KwargError, ShapeError, SpanError
 from kwflow.kwargs.axes import Axed, bind_floats, check_sizes, expansions, spread
-from kwflow.kwargs.points import POINTS, no_point, numbers
+from kwflow.kwargs.kwarg import Act, Features, LayerCall, Place
+from kwflow.kwargs.points import EDITED, POINTS, no_point, numbers
 from kwflow.kwargs.positions import Columns, select
+from kwflow.kwargs.schema import Spec
 
 KINDS = ("add", "put", "scale", "project_out")
 
@@ -74,8 +77,8 @@ def project_out(
 
 def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any, heads: Any) -> Edit:
     what = f"kf.{kind}"
-    if point not in POINTS:
-        raise no_point(what, point, POINTS)
+    if point not in EDITED:
+        raise no_point(what, point, EDITED)
     if point == "embed" and layers is None and not isinstance(value, Mapping):
         layers = 0
     if heads is not None and point != "head":
@@ -185,9 +188,11 @@ def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str
 
 
 def _forms(kind: str, point: str) -> tuple[str, ...]:
+    """The axes that a value may have; a factor has none of the last one."""
+    features = POINTS[point].features
     if kind == "scale":
-        return ("[batch] [pos] [head]",) if point == "head" else ("[batch] [pos]",)
-    return ("[batch] [pos] head head_dim",) if point == "head" else ("[batch] [pos] hidden",)
+        features = tuple(f"[{axis}]" for axis in features[:-1])
+    return (" ".join(("[batch]", "[pos]", *features)),)
 
 
 def _bound(value: Any, forms: Sequence[str], sizes: Mapping[str, int], free: dict[str, int], what: str) -> Any:
@@ -199,12 +204,37 @@ def _bound(value: Any, forms: Sequence[str], sizes: Mapping[str, int], free: dic
 # ---- how they act ------------------------------------------------------------------------------------------------
 
 
+def spec(features: Features) -> Spec:
+    return Spec(points=features.points)
+
+
+def bind(value: Any, place: Place) -> list[dict[str, Any]]:
+    """The entries that :func:`lower` made, or a peer sent."""
+    if not isinstance(value, list):
+        raise KwargError(f"{place.what} is a {type(value).__name__}; it takes {place.spec.says()}")
+    return [check(entry, place.spec.points, place.sizes, place.what) for entry in value]
+
+
+def at_points(entries: Sequence[Mapping[str, Any]], call: LayerCall) -> Mapping[str, Act]:
+    """One layer's edits by their points, in the order given."""
+    by_point: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        by_point.setdefault(entry["point"], []).append(entry)
+    return {point: functools.partial(_apply_all, entries=own, heads=call.heads) for point, own in by_point.items()}
+
+
+def _apply_all(activation: Tensor, *, entries: Sequence[Mapping[str, Any]], heads: int) -> Tensor:
+    for entry in entries:
+        activation = apply(activation, entry, heads)
+    return activation
+
+
 def apply(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
     """Edit an activation (batch, seq, features); at the point ``head`` its features are ``heads`` side by side."""
     at, chosen = entry.get("at"), entry.get("heads")
-    by_head = entry["point"] == "head"
+    inner = POINTS[entry["point"]].features
+    by_head = "head" in inner
     x = activation.unflatten(-1, (heads, -1)) if by_head else activation
-    inner = ("head", "head_dim") if by_head else ("hidden",)
     index = None if at is None else at.tensor.to(x.device)
     if by_head and isinstance(entry["value"], Axed) and entry["value"].size("head_dim") not in (None, x.shape[-1]):
         raise ShapeError(f"kf.{entry['kind']}: value is {entry['value']}; the heads of these layers have {x.shape[-1]}")

@@ -1,6 +1,6 @@
-"""Adapters given as kwargs: ``lora`` and ``ia3`` at a layer's projections, ``head_mask`` at its heads.
+"""Adapters given as kwargs: ``lora`` and ``ia3`` at a layer's projections.
 
-    flow(**x, lora={"q_proj": {"A": A, "B": B, "scale": 2.0}}, ia3={"v_proj": v}, head_mask=mask)
+    flow(**x, lora={"q_proj": {"A": A, "B": B, "scale": 2.0}}, ia3={"v_proj": v})
 
 At a projection ``y = module(x)``, then ``y * ia3``, then ``+ scale * B(A(x))`` (LoRA, Hu et al. 2021; IA3, Liu et al.
 2022). They act on activations, not on merged weights: that is exact on quantized weights too. Cast to the activation's
@@ -24,17 +24,41 @@ from kwflow.autograd.transforms import is_mapped
 from kwflow.errors import AxesError, KwargError, UnknownKwarg, did_you_mean
 from kwflow.kwargs import tree as trees
 from kwflow.kwargs.axes import Axed, bind, bind_floats, check_sizes, describe, spread, without_layer
+from kwflow.kwargs.kwarg import Features, Place, Projections
 from kwflow.kwargs.schema import Spec
 
-Projections = Mapping[str, tuple[int, int]]  # by dotted name in the layer: features in and out
 Adapter = Mapping[str, Any]  # of one projection: "lora": {A, B, scale[, rows]}, "ia3": Axed or {scale, rows}
 
+_LORA_TAKES = (
+    "{projection: {'A': 'layer [batch] rank in', 'B': 'layer [batch] out rank', 'scale': number}}, or with 'layer "
+    "adapter …' for [batch] and 'rows': 'batch', the number of each row's adapter"
+)
+_IA3_TAKES = (
+    "{projection: 'layer [batch] out'}, or 'in' where declared so; or {projection: {'scale': 'layer adapter out', "
+    "'rows': 'batch'}}"
+)
 _READ = "kf.adapters.read(folder)"
 LORA_KEYS = ("A", "B", "scale", "rows")
 IA3_KEYS = ("scale", "rows")
 
 
 # ---- from what a caller gives to what a block gets ---------------------------------------------------------------
+
+
+def lora_spec(features: Features) -> Spec | None:
+    return Spec(projections=_LORA_TAKES) if features.projections else None
+
+
+def ia3_spec(features: Features) -> Spec | None:
+    return Spec(projections=_IA3_TAKES) if features.projections else None
+
+
+def bind_lora(value: Any, place: Place) -> dict[str, Any]:
+    return check("lora", value, place.projections, place.sizes, place.what, own_layer=place.own_layer)
+
+
+def bind_ia3(value: Any, place: Place) -> dict[str, Any]:
+    return check("ia3", value, place.projections, place.sizes, place.what, own_layer=place.own_layer)
 
 
 def check(
@@ -268,21 +292,3 @@ def _times(activation: Tensor, ia3: Axed, rows: tuple[int, int]) -> Tensor:
     wide = activation.reshape(*rows, activation.shape[-1])  # opt flattens rows before its feed-forward
     factor = Axed(ia3.tensor.to(wide.device, wide.dtype), (*ia3.axes[:-1], "features"))
     return (wide * spread(factor, ("batch", "seq", "features"))).reshape(activation.shape)
-
-
-def mask_heads(activation_BSF: Tensor, mask: Axed, heads: int) -> Tensor:
-    """Multiply each head's output; ``mask`` has axes ``[batch] head``, features are the heads side by side."""
-    factor = Axed(mask.tensor.to(activation_BSF.device, activation_BSF.dtype), mask.axes)
-    by_head = activation_BSF.unflatten(-1, (heads, -1)) * spread(factor, ("batch", "seq", "head", "head_dim"))
-    return by_head.flatten(-2)
-
-
-LORA = Spec(
-    projections="{projection: {'A': 'layer [batch] rank in', 'B': 'layer [batch] out rank', 'scale': number}}, or with "
-    "'layer adapter …' for [batch] and 'rows': 'batch', the number of each row's adapter"
-)
-IA3 = Spec(
-    projections="{projection: 'layer [batch] out'}, or 'in' where declared so; or {projection: {'scale': 'layer "
-    "adapter out', 'rows': 'batch'}}"
-)
-HEAD_MASK = Spec(forms=(("layer [batch] head", ("float", "int", "bool")),), by_layer=True)

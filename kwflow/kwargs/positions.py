@@ -74,6 +74,13 @@ def token_position(attention_mask: Tensor | None, seq: int) -> Tensor:
     return torch.where(counted.bool(), counted.cumsum(-1) - 1, -1)[:, counted.shape[1] - seq :]
 
 
+def token_positions(attention_mask: Tensor | None, past: int, seq: int, device: torch.device) -> Tensor | None:
+    """(batch, seq) token positions of this call's columns, -1 at pads; None when a 4-D mask leaves them unsaid."""
+    if attention_mask is None:
+        return torch.arange(past, past + seq, device=device)[None]
+    return token_position(attention_mask, seq) if attention_mask.dim() == 2 else None
+
+
 def select(at: Any, columns: Columns, *, what: str) -> Tensor | None:
     """Which columns ``at`` selects: (batch or 1, seq) int, -1 where not, else the number along ``pos``.
 

@@ -22,9 +22,11 @@ from kwflow.autograd.transforms import is_mapped, is_wrapped
 from kwflow.errors import KwargError, ShapeError, did_you_mean
 from kwflow.kwargs.axes import Axed, bind_floats, describe
 from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.kwarg import Features, Place
 from kwflow.kwargs.schema import Spec
 
 NAME, HUGGING_FACE = "prefix_kv", "layer_past"
+_TAKES = "{'k': tensor, 'v': tensor} with axes 'layer batch kv_head prefix head_dim'"
 
 
 # ---- from what a caller gives to what a block gets ---------------------------------------------------------------
@@ -70,6 +72,14 @@ def _stacked(past: Any, layers: int) -> dict[str, Tensor]:
     return {"k": torch.stack([k for k, _ in pairs]), "v": torch.stack([v for _, v in pairs])}
 
 
+def spec(_: Features) -> Spec:
+    return Spec(prefix=_TAKES, by_layer=True)
+
+
+def bind(value: Any, place: Place) -> dict[str, Axed]:
+    return check(value, place.sizes, place.what, own_layer=place.own_layer)
+
+
 def is_pair(value: Mapping[Any, Any]) -> bool:
     """Whether a dict is the kwarg itself, and not one for each layer."""
     return any(isinstance(key, str) for key in value)
@@ -81,7 +91,7 @@ def check(given: Any, sizes: Mapping[str, int], what: str, *, own_layer: bool) -
     Raises KwargError, AxesError or ShapeError.
     """
     if not isinstance(given, Mapping):
-        raise KwargError(f"{what} is a {type(given).__name__}; it takes {PREFIX_KV.says()}")
+        raise KwargError(f"{what} is a {type(given).__name__}; it takes {_TAKES}")
     for key in given:
         if key not in ("k", "v"):
             raise KwargError(f"{what} has {key!r:.40}; it takes k and v.{did_you_mean(str(key), ('k', 'v'))}")
@@ -181,6 +191,3 @@ def _mapped_like(tensor: Tensor, other: Tensor) -> Tensor:
 def _rows(leaf: Axed, hidden: Tensor) -> Tensor:
     tensor = leaf.tensor if "batch" in leaf.axes else leaf.tensor[None]
     return tensor.to(hidden.device, hidden.dtype).expand(hidden.shape[0], *tensor.shape[1:])
-
-
-PREFIX_KV = Spec(prefix="{'k': tensor, 'v': tensor} with axes 'layer batch kv_head prefix head_dim'", by_layer=True)

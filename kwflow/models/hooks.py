@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kwflow.errors import KwargError
-from kwflow.kwargs import lora as adapt
-from kwflow.kwargs import prefix_kv as prefix
+from kwflow.kwargs import lora, prefix_kv
 from kwflow.kwargs.bound import Bound
-from kwflow.kwargs.edit import apply
-from kwflow.kwargs.steer import add_prompts, add_steer
+from kwflow.kwargs.builtin import INSIDE, at_points
+from kwflow.kwargs.kwarg import LayerCall
+from kwflow.kwargs.points import POINTS
 from kwflow.models.families import Family
 
 Change = Callable[[Tensor], Tensor]
@@ -49,38 +49,22 @@ def edit_hooks(
     handles = []
     for number in range(bound.start, bound.stop):
         layer, own = layers[number], bound.for_layer(number)
-        if unknown := set(own) - {"prompts", "steer", "edit", "lora", "ia3", "head_mask", prefix.NAME}:
-            raise KwargError(f"a Hugging Face model has no kwarg {sorted(unknown)[0]!r} to compare with")
-        if "prompts" in own:
-            assert where is not None
-            prompts, at = own["prompts"], where
-            handles.append(on_input(layer, functools.partial(add_prompts, prompts=prompts, token_position_BS=at)))
-        if "steer" in own:
-            handles.append(on_output(layer, functools.partial(add_steer, steer=own["steer"])))
-        adapted = adapt.by_projection(own.get("lora") or {}, own.get("ia3") or {})
+        if unknown := own.keys() - INSIDE.keys() - {prefix_kv.NAME} | own.keys() & {"capture"}:
+            raise KwargError(f"a Hugging Face model has no kwarg {min(unknown)!r} to compare with")
+        adapted = lora.by_projection(own.get("lora") or {}, own.get("ia3") or {})
         handles += _adapter_outputs(layer, adapted, shape)
-        if "head_mask" in own:
-            mask = functools.partial(adapt.mask_heads, mask=own["head_mask"], heads=heads)
-            handles.append(on_input(layer.get_submodule(family.out), mask))
-        edits = own.get("edit", ())
-        for point in ("embed", "resid_pre", "attn", "mlp", "head", "resid"):
-            for entry in (one for one in edits if one["point"] == point):
-                module = layer.get_submodule(family.points[point]) if point in family.points else layer
-                place = on_input if point in ("embed", "resid_pre", "head") else on_output
-                handles.append(place(module, functools.partial(_edited, entry=entry, heads=heads, shape=shape)))
+        acts = at_points(own, LayerCall(number, (shape[0], shape[1]), heads, where))
+        for point in sorted(acts, key=list(POINTS).index):
+            module = layer.get_submodule(family.points[point]) if point in family.points else layer
+            handles.append((on_input if POINTS[point].reached == "input" else on_output)(module, acts[point]))
         for name, adapter in adapted.items():  # a head's edits come before what scales the projection's input
-            scaled = functools.partial(adapt.before, adapter=adapter, rows=(shape[0], shape[1]))
+            scaled = functools.partial(lora.before, adapter=adapter, rows=(shape[0], shape[1]))
             handles.append(on_input(layer.get_submodule(name), scaled))
     return handles
 
 
-def _adapter_outputs(layer: nn.Module, adapted: Mapping[str, adapt.Adapter], shape: torch.Size) -> list[Any]:
-    def hook(adapter: adapt.Adapter) -> Any:
-        return lambda _, args, out: adapt.after(out, args[0], adapter, (shape[0], shape[1]))
+def _adapter_outputs(layer: nn.Module, adapted: Mapping[str, lora.Adapter], shape: torch.Size) -> list[Any]:
+    def hook(adapter: lora.Adapter) -> Any:
+        return lambda _, args, out: lora.after(out, args[0], adapter, (shape[0], shape[1]))
 
     return [layer.get_submodule(name).register_forward_hook(hook(own)) for name, own in adapted.items()]
-
-
-def _edited(activation: Tensor, *, entry: dict[str, Any], heads: int, shape: torch.Size) -> Tensor:
-    rows = activation.reshape(*shape[:2], activation.shape[-1])  # opt flattens rows before its feed-forward
-    return apply(rows, entry, heads).reshape(activation.shape)

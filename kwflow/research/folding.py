@@ -18,10 +18,10 @@ from torch import Tensor
 from kwflow.kwargs import tree as trees
 from kwflow.kwargs.axes import Axed, expand, is_cut, join
 from kwflow.kwargs.bound import Bound
-from kwflow.kwargs.edit import apply
-from kwflow.kwargs.steer import add_steer
-
-FOLDS = frozenset({"edit", "steer"})
+from kwflow.kwargs.builtin import FOLDS as FOLDS
+from kwflow.kwargs.builtin import at_points
+from kwflow.kwargs.kwarg import LayerCall
+from kwflow.kwargs.points import LEAVING
 
 
 def signature(bound: Bound, own: Collection[str]) -> Hashable:
@@ -54,14 +54,11 @@ def fold(bounds: Sequence[Bound], own: Collection[str], batch: int, seq: int) ->
 
 
 def act_after(hidden_BSD: Tensor, bound: Bound, layer: int, own: Collection[str]) -> Tensor:
-    """What steer and the edits at ``resid`` do to the output of ``layer``, as the block would."""
-    kwargs = bound.for_layer(layer)
-    if "steer" in own and "steer" in kwargs:
-        steer = kwargs["steer"]
-        hidden_BSD = add_steer(hidden_BSD, Axed(steer.tensor.to(hidden_BSD.device), steer.axes))
-    for entry in kwargs.get("edit", ()) if "edit" in own else ():
-        hidden_BSD = apply(hidden_BSD, entry, 1)
-    return hidden_BSD
+    """What kwargs that fold do to the output of ``layer``, as the block would."""
+    kwargs = {name: value for name, value in bound.for_layer(layer).items() if name in own}
+    batch, seq, _ = hidden_BSD.shape
+    acts = at_points(kwargs, LayerCall(layer, (batch, seq), heads=1, token_position=None))
+    return acts[LEAVING](hidden_BSD) if LEAVING in acts else hidden_BSD
 
 
 def _own(bound: Bound, own: Collection[str]) -> Iterator[tuple[Any, str, Any]]:

@@ -17,7 +17,7 @@ from kwflow.blocks.precision import precision, upcast
 from kwflow.errors import KwargError, SpanError, UnsupportedError
 from kwflow.kwargs import prefix_kv as prefix
 from kwflow.kwargs.bound import Bound
-from kwflow.kwargs.steer import token_positions
+from kwflow.kwargs.positions import token_positions
 from kwflow.models.families import blank_inputs, family_of, layer_list
 from kwflow.models.files.checkpoint import model_path
 from kwflow.models.hooks import edit_hooks, on_input, on_output

@@ -12,6 +12,7 @@ from kwflow.blocks.span import SpanSpec
 from kwflow.errors import KwargError, SessionError, ShapeError, UnsupportedError
 from kwflow.kwargs.axes import describe
 from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.builtin import CHOSEN
 
 MAX_ORDER, MAX_OPERATIONS = 4, 8  # derivatives, and operations in all, of one request
 MAX_REORDERS = 256  # of one step
@@ -85,9 +86,9 @@ def unmapped(operations: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor],
                 continue
             if type(dim) is not int or not 0 <= dim < tensor.dim() or not tensor.shape[dim]:
                 raise KwargError(f"vmap over dimension {dim!r:.20} of {describe(tensor)}")
-            what = bound.leaves[i - 1].what if 0 < i <= len(bound.leaves) else ""
-            if what.startswith(("edit", "capture", "lora", "ia3")) and not tensor.is_floating_point():
-                raise KwargError(f"{what}: whole numbers, which say where it acts, are not mapped over")
+            leaf = bound.leaves[i - 1] if 0 < i <= len(bound.leaves) else None
+            if leaf is not None and leaf.name in CHOSEN and not tensor.is_floating_point():
+                raise KwargError(f"{leaf.what}: whole numbers, which say where it acts, are not mapped over")
             left[i] = tensor.select(dim, 0)
     if len(left) != 1 + len(bound.leaves):
         raise KwargError(f"{len(left)} tensors for hidden and {len(bound.leaves)} of the kwargs")
