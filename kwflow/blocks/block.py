@@ -118,7 +118,8 @@ class Block:
 
     def _normal(self, params: Params, hidden: Tensor, call: Call, kwargs: Mapping[str, Any]) -> Tensor:
         rows, heads = (hidden.shape[0], hidden.shape[1]), self.schema.sizes["head"]
-        acts = at_points(kwargs, LayerCall(self.layer, rows, heads, call.token_position, call.captured))
+        here = LayerCall(self.layer, rows, heads, call.token_position, call.captured)
+        acts = at_points(kwargs, here) if kwargs else {}
         adapted = self._adapted(kwargs, rows)
         for point in ENTERING:
             hidden = acts.pop(point)(hidden) if point in acts else hidden
