@@ -1,8 +1,11 @@
-"""What a test takes in the quick set, and what in the slow one only: where several go the same way through the code."""
+"""What a test takes in which set, where several values of a parameter go the same way through the code.
+
+`make quick` takes those in ``quick``, `make test` those of a few families too (slow), `make test-rest` all others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +13,14 @@ import pytest
 from tests.tiny import FAMILIES
 
 
+def marks(name: str, quick: Collection[str], few: Collection[str] = FAMILIES) -> Any:
+    """The marks of one value; ``few``: those of `make test`."""
+    return () if name in quick else pytest.mark.slow if name in few else pytest.mark.rest
+
+
 def quickly(quick: Sequence[str], every: Iterable[str]) -> list[Any]:
-    """The values of a parameter; those that are not ``quick`` are marked slow."""
-    return [pytest.param(value, marks=() if value in quick else pytest.mark.slow) for value in every]
+    """The values of a parameter."""
+    return [pytest.param(value, marks=marks(value, quick)) for value in every]
 
 
 def families(names: Sequence[str], quick: Sequence[str] = ("llama",)) -> Any:

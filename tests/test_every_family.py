@@ -24,6 +24,7 @@ from kwflow.models.families import FAMILIES, family_of
 from kwflow.models.files.checkpoint import Checkpoint, layer_count
 from kwflow.models.spans import load_span
 from tests.configs import CONFIGS, HEADS, MAX_LENGTH, config
+from tests.marks import marks
 from tests.oracle import assert_bits, assert_close, residual
 from tests.table import CHECKS, IDS, MASK, NOT_IN_FLOAT64, REAL, B, Compared, D, L, S, crops, distributed, higher_order
 from tests.tiny import (
@@ -53,8 +54,8 @@ DERIVED = [
 
 
 def rows(quick: list[str], names: list[str] | None = None) -> Any:
-    """Every row, those that are not quick marked slow."""
-    marked = [pytest.param(n, marks=() if n in quick else pytest.mark.slow) for n in names or CONFIGS]
+    """Every row; those that are not quick are the breadth."""
+    marked = [pytest.param(n, marks=marks(n, quick, ())) for n in names or CONFIGS]
     return pytest.mark.parametrize("name", marked)
 
 

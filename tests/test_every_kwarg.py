@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.tiny import folder, span
 FAMILIES = ("llama", "gpt2", "bloom", "mixtral")  # rotary, learned, ALiBi; sliding windows and experts
 ADDS_IN_PLACE = [("capture", "grad"), ("edit", "grad")]  # falcon, to what its feed-forward gives
 FURTHER = ("vmap", "jvp", "double backward")  # of every kwarg in llama; elsewhere, and quickly, of one at each place
+SLOW = [("gpt2", "value"), ("gpt2", "session"), ("bloom", "value"), ("bloom", "grad")]
 PLACES = ("prompts", "edit: put", "lora", "prefix_kv")
 
 
@@ -24,11 +26,17 @@ def of_few(row: Row, check: str) -> bool:
     return check not in FURTHER or row.name in PLACES
 
 
+def level(family: str, row: Row, check: str) -> Any:
+    if family == "llama" and of_few(row, check):
+        return ()
+    return pytest.mark.slow if (family, check) in SLOW or family == "llama" else pytest.mark.rest
+
+
 CASES = [
     pytest.param(
         *(family, row, check),
         id=f"{family}-{row.name}-{check}",
-        marks=() if family == "llama" and of_few(row, check) else pytest.mark.slow,
+        marks=level(family, row, check),
     )
     for family in (*FAMILIES, "falcon")
     for row in ROWS

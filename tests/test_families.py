@@ -220,7 +220,7 @@ CASES = [
 FEW = ("nothing", "mask of one row", "together")
 
 ROWS = [  # every form for one family: how kwargs are cut is the same in all; tests/suite.py has each kwarg in several
-    pytest.param(f, c, id=f"{f}-{c.name}", marks=() if f == "llama" else pytest.mark.slow)
+    pytest.param(f, c, id=f"{f}-{c.name}", marks=() if f == "llama" else pytest.mark.rest)
     for c in CASES
     for f in c.families
     if f == "llama" or c.name in FEW
@@ -230,12 +230,12 @@ QUICK = (*FEW, "float mask", "position_ids", "prompts of 4 x 4", "steer by layer
 few_rows = pytest.mark.parametrize(
     ("family", "case"),
     [
-        pytest.param(*row.values, id=row.id, marks=row.marks if row.values[1].name in QUICK else pytest.mark.slow)
+        pytest.param(*row.values, id=row.id, marks=row.marks if row.values[1].name in QUICK else pytest.mark.rest)
         for row in ROWS
     ],
 )
 TOGETHER = [
-    pytest.param(family, together(family), id=family, marks=() if family == "llama" else pytest.mark.slow)
+    pytest.param(family, together(family), id=family, marks=() if family == "llama" else pytest.mark.rest)
     for family in (*FAMILIES, "gemma2")
 ]
 all_at_once = pytest.mark.parametrize(("family", "case"), TOGETHER)

@@ -298,7 +298,7 @@ def drafts(family: str) -> dict[str, tuple[dict[str, Any], dict[str, Tensor]]]:
 
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(w, marks=() if w == "prompt lookup" else pytest.mark.slow) for w in drafts("llama")],
+    [pytest.param(w, marks=() if w == "prompt lookup" else pytest.mark.rest) for w in drafts("llama")],
 )
 def test_drafted_tokens_are_the_local_ones_and_only_the_target_takes_kwargs(pair: tuple[Any, Any], way: str) -> None:
     model, local = pair

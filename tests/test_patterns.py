@@ -17,6 +17,7 @@ from torch.func import jvp
 import kwflow as kf
 from kwflow.errors import KwargError
 from tests.configs import CONFIGS
+from tests.marks import marks
 from tests.oracle import assert_bits, assert_close, cache_name, residual
 from tests.rows import filled, prefix_sizes
 from tests.tiny import HEADS, HIDDEN, LAYERS, TWO, flow, folder, ids, left_padded, make_flow, positions_of, random, span
@@ -25,7 +26,7 @@ PADS, S = (0, 3, 1), 9
 B, MASK, IDS = len(PADS), left_padded(PADS, S), ids(len(PADS), S)
 NONE = ("bloom", "gpt_neo", "falcon", "falcon_multi_query", "falcon_alibi", "mpt")
 QUICK = ("llama", "gpt2", "gpt_oss", "gemma3_text")  # the last two have sinks, and a sliding window
-HAVING = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in CONFIGS if n not in NONE]
+HAVING = [pytest.param(n, marks=marks(n, QUICK, ())) for n in CONFIGS if n not in NONE]
 
 
 @functools.cache

@@ -196,7 +196,7 @@ def test_a_transformers_model_that_loaded_an_adapter_is_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "family", ["opt", "gpt_neo", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS)]
+    "family", ["opt", "gpt_neo", *(pytest.param(name, marks=pytest.mark.rest) for name in CONFIGS)]
 )
 def test_names_of_every_familys_projections_are_its_modules(family: str) -> None:
     from kwflow.research.peft_files import place
@@ -295,8 +295,8 @@ def test_rows_train_the_adapters_that_they_share() -> None:
     "family, kind",
     [
         ("llama", "lora"),
-        pytest.param("gpt2", "lora", marks=pytest.mark.slow),
-        pytest.param("llama", "ia3", marks=pytest.mark.slow),
+        pytest.param("gpt2", "lora", marks=pytest.mark.rest),
+        pytest.param("llama", "ia3", marks=pytest.mark.rest),
         ("gpt2", "prompt"),
     ],
 )

@@ -20,6 +20,7 @@ from kwflow.blocks.span import with_block_fn
 from kwflow.errors import AxesError, CallerError, KwargError, SessionError, ShapeError
 from kwflow.research.verify import exact_match
 from kwflow.wire import loop
+from tests.marks import marks
 from tests.oracle import assert_bits, assert_close, cache_name, residual
 from tests.table import IDS, MASK, NOT_IN_FLOAT64, PADS, REAL, B, D, L, S, crops, distributed, positions
 from tests.tiny import EACH, TWO, derivable, flow, folder, huggingface, ids, make_flow, random, span
@@ -43,7 +44,7 @@ OTHERS = [
 
 
 def rows(quick: list[str], slow: list[str]) -> Any:
-    marked = [*quick, *(pytest.param(n, marks=pytest.mark.slow) for n in slow)]
+    marked = [*quick, *(pytest.param(n, marks=marks(n, ())) for n in slow)]
     return pytest.mark.parametrize("name", marked)
 
 

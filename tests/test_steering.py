@@ -464,7 +464,7 @@ def test_bad_metadata_and_missing_files_are_named(tmp_path: Path, monkeypatch: p
 
 PADS = (0, 3)
 MASK = left_padded(PADS, 7)
-SOME = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma2", "opt"))]
+SOME = ["llama", *(pytest.param(family, marks=pytest.mark.rest) for family in ("gemma2", "opt"))]
 V = Vectors({1: A, 3: B})
 
 

@@ -45,7 +45,7 @@ SPLITS = {
     "a larger one": [(0, 1), (1, 3), (3, 4), (0, 4)],
 }
 splits = pytest.mark.parametrize(
-    "spans", [pytest.param(s, id=n, marks=[pytest.mark.slow] * (n != "two")) for n, s in SPLITS.items()]
+    "spans", [pytest.param(s, id=n, marks=[pytest.mark.rest] * (n != "two")) for n, s in SPLITS.items()]
 )
 
 

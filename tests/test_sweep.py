@@ -92,8 +92,8 @@ def one_by_one(flow: Any, x: Mapping[str, Any], variants: Mapping[Any, Any]) -> 
     ("family", "common"),
     [
         ("llama", "kwargs"),
-        pytest.param("gpt2", "none", marks=pytest.mark.slow),
-        pytest.param("bloom", "kwargs", marks=pytest.mark.slow),
+        pytest.param("gpt2", "none", marks=pytest.mark.rest),
+        pytest.param("bloom", "kwargs", marks=pytest.mark.rest),
     ],
 )
 def test_every_variant_is_its_own_call(family: str, common: str) -> None:
