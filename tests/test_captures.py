@@ -284,6 +284,59 @@ def test_captures_are_those_of_the_final_sequences(mode: str, at: Any) -> None:
     assert early or mode != "ending early"
 
 
+STOPS: dict[str, dict[str, Any]] = {
+    "eos": {"eos_token_id": 9},
+    "several": {"eos_token_id": [41, 9, 33]},
+    "at once": {"eos_token_id": 4},  # row 2 begins with it
+    "criterion": {"eos_token_id": 63, "stopping_criteria": [lambda ids, _: ids[:, -1] == 41]},
+    "criterion, no eos": {"stopping_criteria": [lambda ids, _: ids[:, -1] == 41]},
+    "by a config": {"generation_config": {"eos_token_id": [9, 33]}},
+}
+
+
+@pytest.mark.parametrize("new_alone", [False, True])
+@pytest.mark.parametrize("stop", quickly(["at once", "criterion, no eos"], STOPS))
+def test_what_comes_after_a_rows_end_is_captured_in_no_row(stop: str, new_alone: bool) -> None:
+    """Each row alone has the same, and alone nothing comes after; also of a second turn, in columns of its own."""
+    remote = make_flow("llama", TWO, own_ends=True)
+    ours: Any = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)
+    given, how = ids(3, 5, seed=11), {"max_new_tokens": 8, "pad_token_id": 0, **STOPS[stop]}
+    if config := how.pop("generation_config", None):
+        how = {"generation_config": ours.generation_config.__class__(**how, **config)}
+
+    def run(rows: Tensor, at: Any) -> tuple[Tensor, kf.Capture]:
+        acts, given = kf.Capture(resid=[2], head=[1], at=at), {"attention_mask": torch.ones_like(rows)}
+        if new_alone:
+            given["cache"] = ours(rows[:, :3], use_cache=True).past_key_values
+            rows = rows[:, 3:]
+        return ours.generate(rows, **given, **how, capture=acts)[:, rows.shape[1] :], acts
+
+    early = 0
+    for at, before in (("generated", 0), ("all", 2 if new_alone else 5)):
+        out, acts = run(given, at)
+        for row in range(3):
+            alone, own = run(given[row : row + 1], at)
+            early += alone.shape[1] < 8
+            count = alone.shape[1] - 1 + before
+            assert torch.equal(out[row, : alone.shape[1]], alone[0])
+            assert acts.mask[row].sum() == count and own.mask.shape == (1, count)
+            assert own["resid", 2].shape == (1, count, D) and own["head", 1].shape == (1, count, 4, D // 4)
+            assert_close(acts["resid", 2][row, :count], own["resid", 2][0], small=not count)
+    assert early
+
+
+def test_nothing_generated_went_through_the_layers() -> None:
+    """A step that has no such position brings (batch, 0, …), in every way of generating and in sessions."""
+    remote = flow("llama", TWO)
+    ours: Any = kf.AutoDistributedModelForCausalLM.from_pretrained(remote.ends.folder, flow=remote)
+    for how, rows in (({}, 2), ({"num_beams": 2}, 2), ({"num_return_sequences": 3, "do_sample": True}, 6)):
+        acts = kf.Capture(resid=[1], head=[2], pattern=[0], at="generated")
+        ours.generate(ids(2, 4), max_new_tokens=1, **how, capture=acts)
+        assert acts["resid", 1].shape == (rows, 0, D) and acts.mask.shape == (rows, 0) and "(batch, pos)" in repr(acts)
+        assert acts["head", 2].shape == (rows, 0, 4, D // 4) and acts["pattern", 0].shape == (rows, 0, 4, 4)
+        assert not acts.nbytes and acts._repr_html_()
+
+
 @pytest.mark.parametrize("at", ["all", [30], "prompt[-1]"], ids=str)
 def test_captures_of_beams_where_all_columns_are_taken_again(at: Any) -> None:
     """longrope changes its scale at 32: what went on has that, what had ended what was before."""

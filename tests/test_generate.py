@@ -279,6 +279,174 @@ def test_a_resumed_session_adds_no_token(pair: tuple[Any, Any], monkeypatch: pyt
     assert columns == [1] * 4  # one for each token, and the first is the one that was due
 
 
+def test_a_second_turn_after_several_sequences_acts_at_each_rows_own_positions(pair: tuple[Any, Any]) -> None:
+    model, local = pair
+    several = {"do_sample": True, "num_return_sequences": 2, "return_dict_in_generate": True, "max_new_tokens": 4}
+    first = generated(model, several, {"input_ids": ids(1, 5, seed=6)})
+    more = torch.cat([first.sequences, ids(2, 4, seed=9)], 1)
+    mask = torch.cat([torch.ones(2, 9).long(), left_padded((2, 0), 4)], 1)
+    acts, edit = kf.Capture(resid=[2], at="prompt[-1]"), kf.add(kf.axes(VB, "batch hidden"), 1, at=[10])
+    cache = {cache_name(local): first[cache_name(local)]}
+    ours = generated(model, {}, {"input_ids": more, "attention_mask": mask}, edit=edit, capture=acts, **cache)
+    for row, n in enumerate((11, 13)):
+        alone, seen = more[row : row + 1][:, mask[row].bool()], []
+
+        def at_10(layer: int, _: Tensor, out: Tensor, row: int = row, seen: list[Tensor] = seen) -> Tensor:
+            there = torch.arange(out.shape[1])[:, None] == 10 if out.shape[1] > 1 else torch.zeros(1, 1)
+            out = out + there * VB[row] if layer == 1 else out
+            seen.extend([out] if layer == 2 else [])
+            return out
+
+        with hooked(local, at_10):
+            theirs = generated(local, {}, {"input_ids": alone, "attention_mask": torch.ones_like(alone)})
+        assert torch.equal(ours[row, 13:], theirs[0, n:])
+        assert_close(acts["resid", 2][row, 0], seen[0][0, -1])
+
+
+KINDS: dict[str, dict[str, Any]] = {  # two rows each
+    "beams": {"num_beams": 2, "num_return_sequences": 2},
+    "several": {"do_sample": True, "num_return_sequences": 2},
+    "plain": {},
+    "captured": {"capture": True},
+    "forward": {},
+}
+
+
+@pytest.mark.parametrize(
+    "order", ["beams several plain forward captured beams", "captured forward several beams plain"]
+)
+def test_a_call_leaves_nothing_on_a_cache_that_acts_in_the_next(pair: tuple[Any, Any], order: str) -> None:
+    """Each call is as if alone; between them the cache is cropped to the prompt, which no edit has touched."""
+    model, local = pair
+    given, name, settings = prompt(1), cache_name(local), model.generation_config.to_dict()
+    both = {key: t.expand(2, -1) for key, t in given.items()}
+    cache, held = model(**both, use_cache=True)[name], []
+    for kind in order.split():
+        how, one = KINDS[kind], both if kind in ("plain", "captured", "forward") else given
+        vector = kf.axes(VB[: len(one["input_ids"])], "batch hidden")
+        cache.crop(7 - cache.get_seq_length())
+        new = ids(1, 3, seed=4).expand(len(one["input_ids"]), -1)
+        whole = torch.cat([one["input_ids"], new], 1)
+        mask = torch.cat([one["attention_mask"], torch.ones_like(new)], 1)
+        if kind == "forward":
+            ours = model(new, attention_mask=mask, steer={1: vector}, **{name: cache}).logits
+            edit = kf.add(vector, 1, at=[7, 8, 9])
+            assert_close(ours, model(whole, attention_mask=mask, edit=edit).logits[:, 7:])
+            continue
+        kwargs = [{"edit": kf.add(vector, 1, at="generated")} for _ in range(2)]
+        if "capture" in how:
+            kwargs = [{**own, "capture": kf.Capture(resid=[1], at="generated")} for own in kwargs]
+        how = {key: value for key, value in how.items() if key != "capture"}
+        x = {"input_ids": whole, "attention_mask": mask}
+        ours, alone = generated(model, how, x, **{name: cache}, **kwargs[0]), generated(model, how, x, **kwargs[1])
+        assert torch.equal(ours, alone)
+        if "capture" in kwargs[0]:
+            for acts in (own["capture"] for own in kwargs):
+                held.append((acts, acts["resid", 1]))
+            assert_close(held[0][1], held[1][1])
+    assert all(torch.equal(acts["resid", 1], before) for acts, before in held)  # whatever the later calls did
+    assert model.generation_config.to_dict() == settings
+    with pytest.raises(SessionError, match="make a new one"):
+        model.generate(**prompt(), max_new_tokens=2, capture=held[0][0])
+
+
+def test_the_ends_of_two_prompts_with_pads_and_no_mask(pair: tuple[Any, Any]) -> None:
+    """transformers makes the mask, and each call says its own prompt's end."""
+    model, local = pair
+    x, pads = ids(2, 6), {"pad_token_id": 0, "return_dict_in_generate": True}
+    x[1, :2] = 0
+    first = generated(model, pads, {"input_ids": x})
+    whole = torch.cat([first.sequences, ids(2, 3, seed=5)], 1)
+    assert not bool((whole[:, 6:] == 0).any())
+    end = [kf.add(5 * V, 1, at="prompt[-1]")]
+    again = generated(model, pads, {"input_ids": x}, edit=kf.add(0 * V, 1, at="prompt[-1]"))
+    cache = {cache_name(local): again[cache_name(local)]}
+    ours = generated(model, pads, {"input_ids": whole}, edit=end, **cache).sequences
+    assert torch.equal(ours, generated(model, pads, {"input_ids": whole}, edit=end).sequences)
+
+
+@pytest.mark.parametrize("tokens", [0, -1, -3, -99, 2])
+def test_crop_means_what_transformers_means(pair: tuple[Any, Any], tokens: int) -> None:
+    lengths, logits, name = [], [], cache_name(pair[1])
+    for one in pair:
+        with torch.no_grad():
+            cache = one(ids(2, 6), use_cache=True)[name]
+            if tokens > 0:
+                with pytest.raises(ValueError, match="negative integer"):
+                    cache.crop(tokens)
+            else:
+                cache.crop(tokens)
+            lengths.append(cache.get_seq_length())
+            logits.append(one(ids(2, 2, seed=3), **{name: cache}).logits)
+    assert lengths[0] == lengths[1]
+    assert_close(*logits)
+
+
+def test_a_cache_goes_on_from_what_it_holds_and_from_nothing_else(pair: tuple[Any, Any]) -> None:
+    model, local = pair
+    given, name, more = prompt(), cache_name(local), {"max_new_tokens": 3, "do_sample": False}
+    cache = generated(model, {"max_new_tokens": 1, "return_dict_in_generate": True}, given)[name]
+    whole = torch.cat([given["input_ids"], ids(2, 3, seed=4)], 1)
+    mask = torch.cat([given["attention_mask"], torch.ones(2, 3).long()], 1)
+    other, pads = whole.clone(), whole.clone()
+    other[1, 5], pads[1, :3] = whole[1, 5] ^ 1, 3
+    with Requests(model.flow) as requests:
+        for tokens, columns, said in (
+            (other, mask, rf"token {int(other[1, 5])} at row 1, column 5, where the cache holds {int(whole[1, 5])}"),
+            (whole[:, :6], mask[:, :6], r"input_ids has 6 columns, and the cache holds 7.*crop\(-2\)"),
+            (whole[:, :7], mask[:, :7], r"crop\(-1\)"),
+            (whole[:, 7:], None, "input_ids has 3 columns"),
+            (whole[:, 8:], mask, "attention_mask has 10 columns and input_ids 2, and the cache holds 7"),
+            (whole[:1], mask[:1], "input_ids has 1 rows, copies included, and the cache 2"),
+        ):
+            with pytest.raises(SessionError, match=said):
+                model.generate(tokens, attention_mask=columns, **more, **{name: cache})
+        embeds = local.get_input_embeddings()(whole[:, :6])
+        with pytest.raises(SessionError, match="inputs_embeds has 6 columns"):
+            model.generate(inputs_embeds=embeds, attention_mask=mask[:, :6], **more, **{name: cache})
+        with pytest.raises(UnsupportedError, match="drafting on a cache"):
+            model.generate(whole, attention_mask=mask, **more, prompt_lookup_num_tokens=2, **{name: cache})
+        with pytest.raises(ValueError, match="key = 3, expected 10"):  # forward takes new tokens, and a mask of all
+            model(whole[:, 7:], attention_mask=mask[:, 7:], **{name: cache})
+    assert not len(requests)
+    expected = generated(local, more, {"input_ids": pads, "attention_mask": mask})
+    assert torch.equal(generated(model, more, {"input_ids": pads, "attention_mask": mask}, **{name: cache}), expected)
+    cache.crop(5 - cache.get_seq_length())  # as the error says
+    x = {"input_ids": other, "attention_mask": mask}
+    assert torch.equal(generated(model, more, x, **{name: cache}), generated(local, more, x))
+
+
+def test_a_cache_knows_its_tokens_through_reorders_embeddings_and_steps_of_its_session(pair: tuple[Any, Any]) -> None:
+    model, local = pair
+    whole, name = ids(2, 9), cache_name(local)
+    embeds, swapped = local.get_input_embeddings()(whole), whole[[1, 0]]
+    cache = model(whole[:, :3], use_cache=True)[name]
+    model(inputs_embeds=embeds[:, 3:5], **{name: cache})
+    with torch.no_grad():
+        cache.session.step(**cache.session.inputs(whole[:, 5:6]))
+    model(whole[:, 6:8], **{name: cache})
+    cache.reorder_cache(torch.tensor([1, 0]))
+    for column in (1, 7):
+        other = swapped.clone()
+        other[0, column] ^= 1
+        with pytest.raises(SessionError, match=f"row 0, column {column}"):
+            model.generate(other, **{name: cache})
+    assert torch.equal(
+        generated(model, {}, {"input_ids": swapped}, **{name: cache}), generated(local, {}, {"input_ids": swapped})
+    )
+
+
+def test_a_4d_mask_after_a_2d_one_on_a_cache() -> None:
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("llama"), flow=make_flow("llama", TWO))
+    given, new = prompt(), ids(2, 1, seed=3)
+    mask = torch.cat([given["attention_mask"], torch.ones(2, 1).long()], 1)
+    first, other = (model(**given, use_cache=True).past_key_values for _ in range(2))
+    expected = model(new, attention_mask=mask, cache=first).logits
+    assert_close(model(new, attention_mask=mask[:, None, None].bool(), cache=other).logits, expected)
+    with pytest.raises(SessionError, match="row 0, column 7"):
+        model.generate(torch.cat([given["input_ids"], new ^ 1, new], 1), max_new_tokens=2, cache=other)
+
+
 # ---- drafts, streams, and what is refused
 
 

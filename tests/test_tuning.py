@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import kwflow as kf
 from kwflow.client.session import Session
-from kwflow.errors import KwargError, ModelError, UnsupportedError
+from kwflow.errors import KwargError, ModelError, SessionError, UnsupportedError
 from tests.marks import every_family, quickly
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
 from tests.tiny import (
@@ -175,6 +175,10 @@ def test_a_tuned_session_is_resumed_and_drafts_are_taken_back(monkeypatch: pytes
     assert first[name].get_seq_length() == 8 and first[name].session.position == 8 + P
     again = model.generate(first.sequences, max_new_tokens=4, do_sample=False, **{name: first[name]})
     assert torch.equal(again, whole)
+    other = whole.clone()
+    other[1, 6] ^= 1
+    with pytest.raises(SessionError, match="row 1, column 6"):  # of the tokens; the prompts have none
+        model.generate(other, max_new_tokens=4, **{name: first[name]})
     first[name].crop(-first[name].get_seq_length())  # to nothing: the prompts are given again
     assert first[name].session.position == 0
     assert torch.equal(model.generate(ids(2, 4), max_new_tokens=9, do_sample=False, **{name: first[name]}), whole)

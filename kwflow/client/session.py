@@ -71,6 +71,7 @@ class Session:
         self.closed = False
         self._mask: Tensor | None = None  # (batch, position) bool
         self._positions: Tensor | None = None  # (batch, position) of every column, once some were given
+        self._ids: Tensor | None = None  # (batch, position) tokens, -1 at pads and where not known, once some were said
         self._prompt_columns = 0  # of the columns, how many were said to be of the prompt
         self._end_was: str | None = None  # an at= that was counted from the prompt's end as it was known then
         self._four_d: int | None = None  # the column where the first 4-D mask came
@@ -107,10 +108,12 @@ class Session:
         repeats: int,
         prompt: int | None = None,
         prompt_length: int | Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """``repeats``: the rows are that many copies of each row that the kwargs were given for (beams).
 
-        ``prompt``: how many of the session's columns are of the prompt; None: nobody said.
+        ``prompt``: how many of the session's columns are of the prompt; None: nobody said. ``ids``: the tokens of the
+        last columns (batch, up to seq), to remember.
         """
         with self._turn:
             self._ready(hidden)
@@ -136,6 +139,7 @@ class Session:
                 raise SessionError("the session was closed in the middle of a step") from error
             self._running = None
             self.prefix = self.prefix if self.position else prefix.length(bound)
+            self._ids = self._ids_with(ids, mask, *hidden.shape[:2])
             self.position += hidden.shape[1]
             self.batch = hidden.shape[0]
             self._mask = mask
@@ -147,7 +151,8 @@ class Session:
             self._reorders_sent = {self._reorder_count}  # which every worker has
             if isinstance(capture, Capture):
                 self._captures.add(capture)
-                capture.take(pick(capture.at, columns), captured, self.batch)
+                nothing = capture.nothing(hidden, self._hops[0].schema.sizes, self.prefix + self.position)
+                capture.take(pick(capture.at, columns), captured or nothing, self.batch)
             return out.to(hidden.device)
 
     @property
@@ -189,6 +194,7 @@ class Session:
                 capture.reorder(index)
             self._mask = None if self._mask is None else self._mask[index]
             self._positions = None if self._positions is None else self._positions[index]
+            self._ids = None if self._ids is None else self._ids[index]
 
     def _to_reorder(self, more: Sequence[Reorder]) -> None:
         """Let the next step reorder rows so, too: all that no worker can have a part of as one."""
@@ -215,6 +221,7 @@ class Session:
                 capture.rollback(position)
             self._mask = None if self._mask is None else self._mask[:, :position]
             self._positions = None if self._positions is None or not position else self._positions[:, :position]
+            self._ids = None if self._ids is None or not position else self._ids[:, :position]
             if self._four_d is not None and position <= self._four_d:
                 self._four_d = None
 
@@ -380,6 +387,23 @@ class Session:
         at = next(i for i, leaf in enumerate(called.leaves) if leaf.what == "attention_mask")
         columns = [mask[:, start:] if i == at else tensor for i, tensor in enumerate(called.tensors)]
         return mask, called.with_tensors(columns)
+
+    def _ids_with(self, ids: Tensor | None, mask: Tensor | None, batch: int, seq: int) -> Tensor | None:
+        """The tokens of all columns, those of a step too; before its tokens may stand columns that have none."""
+        if ids is None and self._ids is None:
+            return None
+        own = torch.full((batch, seq), -1)
+        if ids is not None:
+            own[:, seq - ids.shape[1] :] = ids.cpu()
+        if mask is not None and mask.shape[1] > self.position:  # a 4-D one is not remembered
+            own = torch.where(mask[:, self.position :], own, -1)
+        past = torch.full((batch, self.position), -1) if self._ids is None else self._ids
+        return torch.cat([past, own], 1)
+
+    def _detach(self, capture: Capture) -> None:
+        """Let a capture stay as it is, whatever becomes of the rows and columns from now on."""
+        self._captures.discard(capture)
+        capture.replace(capture.steps)
 
     def _settle(self, retry: Retry) -> None:
         """Wait for a step that was interrupted; its values are not used, and the next one crops it away.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow.errors import SessionError, UnsupportedError
+from kwflow.errors import UnsupportedError
 from kwflow.kwargs.capture import Capture, Picked, Taken
 
 
@@ -30,18 +30,15 @@ class AtEachStep(Capture):
         super().__init__(points, at=like.at, mean=like.mean)
         self.like = like
         self._stops: list[int] = []  # of each step
-        if not like.empty:
-            raise SessionError("this Capture holds what another session or call captured; make a new one")
 
-    def take(self, picked: Picked | None, values: Sequence[Tensor], batch: int) -> None:
+    def take(self, picked: Picked, values: Sequence[Tensor], batch: int) -> None:
         super().take(picked, values, batch)
-        if picked is not None and len(self._stops) < len(self.steps):
-            self._stops.append(picked.stop)
+        self._stops.append(picked.stop)
 
     def reorder(self, rows: Tensor) -> None:
         """Nothing: see NOTE [beams]."""
 
-    def rollback(self, position: int) -> None:
+    def rollback(self, position: int | Tensor) -> None:
         """Nothing: what is taken again counts where the sequence still ran, and what was before where it had ended."""
 
     def give(self, beam_indices: Tensor, prompt: int) -> None:
@@ -64,7 +61,7 @@ def _gathered(taken: Taken, rows_NT: Tensor, step: int) -> Taken:
 def _latest(steps: Sequence[Taken]) -> list[Taken]:
     """Each column of a sequence once, as it was taken last."""
     found = list[Taken]()
-    width = 1 + max((int(column.max()) for _, column, _ in steps), default=0)
+    width = 1 + max((int(column.max()) for _, column, _ in steps if column.numel()), default=0)
     seen_NS = torch.zeros(len(steps[0][0]) if steps else 0, width, dtype=torch.bool)
     for number, column, values in reversed(steps):
         there = (number >= 0) & ~seen_NS.gather(1, column.clamp(min=0))

@@ -42,6 +42,8 @@ class During:
     prompt_tokens: Tensor | None = None  # tokens of each row's prompt
     cache: Any = None  # whose prompt it is: guidance runs another sequence beside it
     ahead: int = 0  # columns of the prefix_kv before it
+    repeats: int = 1  # its rows are that many copies of each row that the kwargs are given for
+    ending: Any = None  # the stopping criteria, which note where its rows end
 
 
 NOTHING = During({})
@@ -97,9 +99,10 @@ class Distributed:
         self._place(call, mask, cache, ahead)
         if cache is not None:
             call[cache_name] = cache
+        ids = call.get("input_ids") if call.get("inputs_embeds") is None else None
         if _covers(mask, call, cache):  # some families derive positions from it
             call["attention_mask"] = mask
-        with bridged(functools.partial(self._run_layers, own, mask, cache)), prefixing(self.tuning, ahead):
+        with bridged(functools.partial(self._run_layers, own, mask, cache, ids)), prefixing(self.tuning, ahead):
             return super().forward(**call, use_cache=cache is not None)  # type: ignore[misc]
 
     def _place(self, call: dict[str, Any], mask: Any, cache: RemoteCache | None, ahead: int) -> None:
@@ -118,6 +121,7 @@ class Distributed:
         own: Mapping[str, Any],
         mask: Tensor | None,
         cache: RemoteCache | None,
+        ids: Tensor | None,
         hidden: Tensor,
         layer_kwargs: Mapping[str, Any],
     ) -> Tensor:
@@ -129,18 +133,23 @@ class Distributed:
         if cache is None:
             return self.flow(hidden, **step)
         now = during.get()
-        prompt, tokens = (now.prompt, now.prompt_tokens) if cache is now.cache else (None, None)
-        return cache.session._step(hidden, step, repeats=cache.repeats, prompt=prompt, prompt_length=tokens)
+        now = now if cache is now.cache else NOTHING
+        return cache.session._step(
+            hidden, step, repeats=now.repeats, prompt=now.prompt, prompt_length=now.prompt_tokens, ids=ids
+        )
 
     def _cache(self, call: dict[str, Any], name: str, own: Mapping[str, Any]) -> RemoteCache | None:
         """Take the cache out of a forward's arguments; a new session where one is wanted."""
         older = call.pop("past_key_values", None) if name != "past_key_values" else None  # its name before 5.x
         cache = call.pop(name, None)
-        cache, wanted = older if cache is None else cache, call.pop("use_cache", None)
-        if cache is not None and not isinstance(cache, RemoteCache):
-            raise KwargError(f"{name} is a {type(cache).__name__}; give the cache that this model returned")
+        cache, wanted = self._ours(older if cache is None else cache, name), call.pop("use_cache", None)
         if cache is None and wanted and not self._differentiates([*own.values(), call.get("inputs_embeds")]):
             return RemoteCache(self.flow.session(), prefix=self.tuning.length)
+        return cache
+
+    def _ours(self, cache: Any, name: str) -> RemoteCache | None:
+        if cache is not None and not isinstance(cache, RemoteCache):
+            raise KwargError(f"{name} is a {type(cache).__name__}; give the cache that this model returned")
         return cache
 
     def _differentiates(self, values: Sequence[Any]) -> bool:

@@ -8,8 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
+from kwflow.client.session import Session
 from kwflow.errors import KwargError, SessionError, UnsupportedError
 from kwflow.huggingface.beams import AtEachStep, returning_beams
 from kwflow.huggingface.distributed import EXTRAS, NOT_SENT, Distributed, During, columns_of, during
@@ -38,34 +41,25 @@ class Generates(Distributed):
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Hugging Face's own generate; kwargs of the blocks act at every step, expanded over beams by their axes.
 
-        Under beams a Capture holds each final sequence's own tokens, and is not continued by a later call.
+        A Capture is new, and holds each final sequence's own tokens: none after its end, however it came about.
         Every mode that transformers runs without code from the hub: greedy, sampled, beams, assisted, prompt lookup.
-        With ``return_dict_in_generate=True`` the output's cache is the session, and may be given to the next call.
-        Raises UnsupportedError for what a session on workers cannot do, before anything is sent.
+        With ``return_dict_in_generate=True`` the output's cache is the session, and may be given to the next call,
+        with the whole history or, with a mask of all columns, the new tokens alone. Raises, before anything is sent,
+        UnsupportedError for what a session on workers cannot do, SessionError where the history is not the cache's.
         """
         own, given = self._take_kwargs(kwargs, EXTRAS | _generate_names(type(self)))
         call = arguments(super().generate, args, given)  # type: ignore[misc]
-        settings = self._settings(call)
+        settings, wanted = self._settings(call), own.get("capture")
         self._refuse(own, call, settings)
-        cache_name, mine, ahead = cache_argument(self.forward), None, columns_of(own)
-        if call.get(cache_name) is None and call.get("past_key_values") is None:
-            repeats = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-            if settings.return_dict_in_generate:  # the caller gets the cache, and may go on from it
-                session = self.flow.session()
-            else:
-                session = mine = self.flow.session(ahead + self.tuning.length + _columns(call, settings))
-            call[cache_name] = RemoteCache(session, repeats, self.tuning.length)
+        repeats = max(settings.num_beams or 1, settings.num_return_sequences or 1)
+        cache, ahead, kept = self._session_of(call, settings, columns_of(own), repeats)
+        prompt = self._prompt(call, settings)
         call["use_cache"] = True  # whatever the model's config says (mpt's: no): the session is the cache
-        cache = call.get("past_key_values") if call.get(cache_name) is None else call[cache_name]
-        if isinstance(cache, RemoteCache) and cache.session.position:
-            if ahead:
-                raise SessionError(f"generate: prefix_kv stands before column 0, and the cache holds {cache!r}")
-            ahead = cache.session.prefix
-        prompt, wanted = self._prompt(call, settings.pad_token_id), own.get("capture")
         beams = AtEachStep(wanted) if isinstance(wanted, Capture) and (settings.num_beams or 1) > 1 else None
         if beams is not None:
             own, call = {**own, "capture": beams}, returning_beams(call)
-        token = during.set(During(own, *prompt, cache, ahead))
+        ending = Ending(cache.session)
+        token = during.set(During(own, *prompt, cache, ahead, repeats, ending))
         try:
             out = super().generate(**call)  # type: ignore[misc]
             if beams is None:
@@ -74,19 +68,48 @@ class Generates(Distributed):
             return out if settings.return_dict_in_generate else out.sequences
         finally:
             during.reset(token)
-            if mine is not None:
-                mine.close()
+            if isinstance(wanted, Capture) and beams is None:
+                ending.trim(wanted)
+            if not kept:
+                cache.session.close()
 
-    def _prompt(self, call: Mapping[str, Any], pad: Any) -> tuple[int, Tensor | None]:
+    def _session_of(
+        self, call: dict[str, Any], settings: Any, ahead: int, repeats: int
+    ) -> tuple[RemoteCache, int, bool]:
+        """The call's cache, put into its arguments; columns of the prefix_kv before it; whether the caller has it."""
+        name = cache_argument(self.forward)
+        cache = self._ours(call.get("past_key_values") if call.get(name) is None else call[name], name)
+        if cache is not None:
+            if cache.session.position and ahead:
+                raise SessionError(f"generate: prefix_kv stands before column 0, and the cache holds {cache!r}")
+            if cache.get_seq_length():
+                _check_goes_on(call, settings, cache, repeats)
+            return cache, cache.session.prefix if cache.session.position else ahead, True
+        kept = bool(settings.return_dict_in_generate)  # the caller gets the cache, and may go on from it
+        session = self.flow.session(None if kept else ahead + self.tuning.length + _columns(call, settings))
+        call[name] = RemoteCache(session, self.tuning.length)
+        return call[name], ahead, kept
+
+    def _prompt(self, call: Mapping[str, Any], settings: Any) -> tuple[int, Tensor | None]:
         """How many columns are the prompt's, those of trained prompts included, and each row's tokens of them."""
-        ids, mask = _inputs(call), call.get("attention_mask")
-        columns = self.tuning.length + (ids.shape[1] if isinstance(ids, Tensor) else 1)
-        if mask is None and not _may_hold_pads(ids, pad):
+        ids, mask, before = _inputs(call), call.get("attention_mask"), self.tuning.length
+        if mask is None:
+            mask = _mask_of_pads(call.get("input_ids", call.get("inputs")), settings)
+        if mask is None:
+            columns = before + _width(ids)
             return columns, torch.tensor([columns])
         if not isinstance(mask, Tensor) or mask.dim() != 2:
-            return columns, None  # the session counts them
+            return before + _width(ids), None  # the session counts them
         # of a cache that goes on, the ids may be the new ones alone; the mask has all columns
-        return self.tuning.length + mask.shape[1], (self.tuning.length + mask.sum(1)).long().cpu()
+        return before + mask.shape[1], (before + mask.sum(1)).long().cpu()
+
+    def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' own; those of this call note where its rows end."""
+        criteria, ending = super()._get_stopping_criteria(*args, **kwargs), during.get().ending  # type: ignore[misc]
+        if ending is None:
+            return criteria
+        ending.extend(criteria)
+        return ending
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As the Hugging Face class's. Where that drops the cache on the way, and takes all columns again, so does the
@@ -147,12 +170,40 @@ class Generates(Distributed):
                 f"generate(guidance_scale=…): at={named[0]!r} names a phase, and guidance runs a second sequence, "
                 f"which has a prompt of its own: give at='all' or a list of token positions, which act on both"
             )
+        if isinstance(wanted := own.get("capture"), Capture) and not wanted.empty:
+            raise SessionError("this Capture holds what another session or call captured; make a new one")
         for name, value in own.items():
             for leaf in value.values() if isinstance(value, Mapping) else [value]:
                 if isinstance(leaf, Axed) and (leaf.size("seq") or 1) != 1:
                     raise KwargError(
                         f"{name} has a 'seq' axis of {leaf.size('seq')} columns; generate's steps have one column each"
                     )
+
+
+class Ending(StoppingCriteriaList):
+    """transformers' stopping criteria, which also note how many columns each row had when it ended.
+
+    What comes after is fill: transformers goes on with all rows until the last has ended.
+    """
+
+    def __init__(self, session: Session):
+        super().__init__()
+        self.session = session
+        self.columns: Tensor | None = None  # (rows,) of the session
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        done = super().__call__(input_ids, scores, **kwargs)
+        if len(done) != self.session.batch:  # of a beam search: candidates
+            return done
+        now = torch.where(done.cpu(), self.session.position, torch.iinfo(torch.long).max)
+        self.columns = now if self.columns is None else torch.minimum(self.columns, now)
+        return done
+
+    def trim(self, capture: Capture) -> None:
+        """Leave a capture only what is before its rows' ends; the session's later calls do not touch it."""
+        if self.columns is not None:
+            capture.rollback(self.columns[:, None])
+        self.session._detach(capture)
 
 
 def _phases(own: Mapping[str, Any]) -> list[str]:
@@ -167,9 +218,46 @@ def _inputs(call: Mapping[str, Any]) -> Any:
     return call.get("input_ids", call.get("inputs")) if ids is None else ids
 
 
-def _may_hold_pads(ids: Any, pad: Any) -> bool:
-    """Whether generate may make a mask of its own: it does where it finds the pad token."""
-    return isinstance(ids, Tensor) and pad is not None and ids.dim() == 2 and bool((ids == pad).any())
+def _width(ids: Any) -> int:
+    """Columns of what generate is given; of nothing it makes a bos token."""
+    return ids.shape[1] if isinstance(ids, Tensor) else 1
+
+
+def _mask_of_pads(ids: Any, settings: Any) -> Tensor | None:
+    """The mask that transformers makes where none is given: none but for pads that are not eos too."""
+    pad, eos = settings.pad_token_id, settings.eos_token_id
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or pad is None or pad in (eos if isinstance(eos, list) else [eos]):
+        return None
+    return ids.ne(pad) if bool((ids == pad).any()) else None
+
+
+def _check_goes_on(call: Mapping[str, Any], settings: Any, cache: RemoteCache, repeats: int) -> None:
+    """Raise SessionError unless a call goes on from what a cache holds.
+
+    transformers takes input_ids for the whole history where the mask is as wide, cuts off as many columns as the cache
+    has, and looks at none of them; of a history that is no longer than the cache it runs what it should not.
+    """
+    if call.get("assistant_model") is not None or settings.prompt_lookup_num_tokens:
+        raise UnsupportedError(
+            f"drafting on a cache that holds tokens: transformers {transformers.__version__} runs the whole history "
+            f"again behind them; give no cache, or generate without drafts"
+        )
+    ids, mask, past = _inputs(call), call.get("attention_mask"), cache.get_seq_length()
+    name, width = "inputs_embeds" if call.get("inputs_embeds") is not None else "input_ids", _width(ids)
+    if name == "input_ids" and isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != width:
+        if mask.shape[1] != past + width:
+            raise SessionError(
+                f"attention_mask has {mask.shape[1]} columns and input_ids {width}, and the cache holds {past}: the "
+                f"mask covers the whole history, and input_ids are that or the new tokens alone"
+            )
+    elif width <= past:
+        raise SessionError(
+            f"{name} has {width} columns, and the cache holds {past}: give the whole history with one token more at "
+            f"least, or new input_ids alone with an attention_mask of all columns; or crop what is too much, here "
+            f"cache.crop({width - 1 - past})"
+        )
+    elif name == "input_ids":
+        cache.check_begins(ids.repeat_interleave(repeats, 0))
 
 
 def _columns(call: Mapping[str, Any], settings: Any) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kwflow.client.session import Session
-from kwflow.errors import UnsupportedError
+from kwflow.errors import SessionError, UnsupportedError
 
 
 class RemoteLayer(CacheLayerMixin):
@@ -45,7 +45,16 @@ class RemoteLayer(CacheLayerMixin):
         return self.session.max_length - self.session.prefix - self.hidden
 
     def crop(self, tokens_to_remove: int) -> None:
-        left = self.session.position - self.prefix - abs(tokens_to_remove)
+        """As transformers': 0 or a negative number, of tokens to remove; more than there are removes all.
+
+        Without tokens the prefix goes too: it is given again with the next first token.
+        """
+        if tokens_to_remove > 0:
+            raise SessionError(
+                f"crop({tokens_to_remove}): transformers' caches take the number of tokens to remove as a negative "
+                f"integer: this one holds {self.get_seq_length()}, and crop(-1) removes the last"
+            )
+        left = max(0, self.session.position - self.prefix + tokens_to_remove)
         self.session.rollback(left + self.prefix if left else 0)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -56,17 +65,14 @@ class RemoteLayer(CacheLayerMixin):
 
 
 class RemoteCache(Cache):
-    """A session as ``generate`` and ``forward`` take and return it; ``session`` is the session itself.
-
-    ``repeats``: the rows are that many copies of each row that kwargs are given for (beams).
-    """
+    """A session as ``generate`` and ``forward`` take and return it; ``session`` is the session itself."""
 
     is_compileable = False  # type: ignore[assignment]
 
-    def __init__(self, session: Session, repeats: int = 1, prefix: int = 0):
+    def __init__(self, session: Session, prefix: int = 0):
         self._layer = RemoteLayer(session, prefix)
         super().__init__(layers=[self._layer])
-        self.session, self.repeats = session, repeats
+        self.session = session
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -88,6 +94,25 @@ class RemoteCache(Cache):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         raise UnsupportedError("a session keeps its rows; reorder(ids) changes their order only")
+
+    def check_begins(self, ids: Tensor) -> None:
+        """Raise SessionError, naming the token, unless ``ids`` (batch, more columns) begin with what is held."""
+        past, before = self.get_seq_length(), self._layer.prefix
+        if ids.shape[0] != self.session.batch:
+            raise SessionError(f"input_ids has {ids.shape[0]} rows, copies included, and the cache {self.batch_size}")
+        if self.session._ids is None:  # of embeddings, or of the session's own steps
+            return
+        held = self.session._ids[:, before:]
+        differs = (held >= 0) & (held != ids[:, :past].cpu())
+        if not bool(differs.any()):
+            return
+        column = int(differs.any(0).nonzero()[0])
+        row = int(differs[:, column].nonzero()[0])
+        raise SessionError(
+            f"input_ids has token {int(ids[row, column])} at row {row}, column {column}, where the cache holds "
+            f"{int(held[row, column])}: it goes on from what it holds. cache.crop({column - past}) keeps the columns "
+            f"before; or give no cache"
+        )
 
     @property
     def batch_size(self) -> int:

@@ -167,9 +167,8 @@ class Bound:
 
     def captured_shapes(self, span: Span, sizes: Mapping[str, int], keys: int) -> list[tuple[int, ...]]:
         """Of what each of these layers' captures brings back, without its rows; ``keys``: all columns so far."""
-        sizes = {**sizes, "key": keys}
         return [
-            (1 if entry["mean"] else entry["count"], *(sizes[axis] for axis in POINTS[entry["point"]].features))
+            (1 if entry["mean"] else entry["count"], *captured_features(entry["point"], sizes, keys))
             for entry in self._captures(span)
         ]
 
@@ -312,3 +311,8 @@ def _read_names(kwargs: dict[Any, Any]) -> dict[str, Any]:
 def name_in(name: str, layers: Layers) -> str:
     """``steer[12]``: a kwarg and whose it is, for messages."""
     return name if isinstance(layers, str) else f"{name}[{', '.join(map(str, layers))}]"
+
+
+def captured_features(point: str, sizes: Mapping[str, int], keys: int) -> tuple[int, ...]:
+    """What stands behind (batch, pos) in what a capture at a point brings back; ``keys``: all columns so far."""
+    return tuple({**sizes, "key": keys}[axis] for axis in POINTS[point].features)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kwflow.errors import KwargError, SessionError, SpanError
 from kwflow.kwargs.axes import Axed, check_sizes
+from kwflow.kwargs.bound import captured_features
 from kwflow.kwargs.kwarg import Act, Features, LayerCall, Place
 from kwflow.kwargs.points import PATTERN, POINTS, no_point, numbers
 from kwflow.kwargs.positions import Columns, is_mask, select
@@ -50,8 +51,9 @@ class Capture:
     Rows are left-aligned in the order of ``at`` and filled with zeros; at the point ``head`` the features are
     (head, head_dim). At ``pattern`` they are (head, key): the attention of each query over all columns so far, zero
     for later ones; the layers asked for it run transformers' eager attention in that call, and their numbers are
-    eager's. In a session every step that is given it adds its positions. ``mean``: over the positions, made
-    on the worker, with pos = 1; in calls only.
+    eager's. In a session every step that is given it adds its positions. In ``generate`` a row has the positions before
+    its end (eos, or what else stopped it), and what was captured is complete with the call. ``mean``: over the
+    positions, made on the worker, with pos = 1; in calls only.
     """
 
     def __init__(
@@ -165,10 +167,13 @@ class Capture:
             raise SessionError("kf.Capture(mean=True) is for calls: a session's steps have no common mean")
         self._session = session
 
-    def take(self, picked: Picked | None, values: Sequence[Tensor], batch: int) -> None:
+    def nothing(self, hidden: Tensor, sizes: Mapping[str, int], keys: int) -> list[Tensor]:
+        """The values of a step that has no such position, (batch, 0, …); ``keys``: all columns so far."""
+        shapes = [(len(hidden), 0, *captured_features(point, sizes, keys)) for point, _ in self._keys]
+        return [torch.empty(shape, dtype=hidden.dtype) for shape in shapes]
+
+    def take(self, picked: Picked, values: Sequence[Tensor], batch: int) -> None:
         """Add the values of one call or step, in the order of ``keys``."""
-        if picked is None or not values:
-            return
         number, column = picked.number_BP, picked.column_BP
         if self.mean:
             number = column = torch.where((number >= 0).any(1, keepdim=True), 0, -1)
@@ -197,8 +202,8 @@ class Capture:
             for number, column, values in self._taken
         ]
 
-    def rollback(self, position: int) -> None:
-        """Forget the columns from ``position`` on."""
+    def rollback(self, position: int | Tensor) -> None:
+        """Forget the columns from ``position`` on; (batch, 1): from each row's own."""
         self._taken = [
             (torch.where(column < position, number, -1), column, values) for number, column, values in self._taken
         ]
