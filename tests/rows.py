@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import kwflow as kf
 from kwflow.blocks.projections import find
+from kwflow.kwargs.points import EDITED, ENTERING
 from tests.configs import HEADS
 from tests.oracle import Hook, with_prompts
 from tests.row import MASK, NEW, PADDED, B, Call, D, Given, L, Place, Row, S, before, behind
@@ -179,7 +180,7 @@ def filled(by_layer: list[Mapping[str, Tensor]], batch: int) -> Any:
 
 # ---- what captures bring back, of steered layers
 
-POINTS = ("attn", "mlp", "head", "resid")
+POINTS = [point for point in EDITED if point not in ENTERING]
 
 
 def points_of(family: str) -> list[str]:

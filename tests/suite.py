@@ -19,6 +19,7 @@ from torch.func import grad, jvp, vmap
 
 from kwflow.errors import KwflowError, ShapeError, UnknownKwarg
 from kwflow.kwargs.builtin import schema
+from kwflow.kwargs.points import PATTERN, edited_in
 from kwflow.kwargs.schema import Schema
 from kwflow.models.families import family_of
 from tests.configs import config
@@ -272,13 +273,12 @@ def schema_of(family: str) -> Schema:
     """What a family's layers announce, without a model of it: no names of projections, no sizes."""
     own = family_of(config(family))
     refused = {"position_ids": own.positions} if own.positions else {}
-    points = ("embed", "resid_pre", *own.points, "resid")
     return schema(
         {},
         positions=not own.positions,
         refused=refused,
-        points=points,
-        looked_at=("pattern",),
+        points=edited_in(own.points),
+        captured_only=(PATTERN,),
         projections={"any": (1, 1)},
     )
 

@@ -20,11 +20,8 @@ from kwflow.kwargs.axes import (
     Axed,
     Axes,
     axes,
-    bind,
-    check_sizes,
     expand,
     expand_adjoint,
-    expansions,
     index_rows,
     index_rows_adjoint,
     is_cut,
@@ -39,8 +36,8 @@ from kwflow.kwargs.axes import (
     repeat_rows,
     repeat_rows_adjoint,
     spread,
-    without_layer,
 )
+from kwflow.kwargs.signatures import bind_tensor, check_sizes, expansions, without_layer
 
 NAMES = sorted(RESERVED | MODEL_SIZES | {"prefix", "rank", "x_1"})
 CUT = ["layer", "batch", "seq", "key", "pos"]
@@ -313,22 +310,22 @@ def test_the_type_of_a_block_fn_s_kwarg() -> None:
 
 def test_a_bare_tensor_is_taken_when_one_signature_has_its_rank() -> None:
     signatures = ["batch key", "batch head seq key"]
-    assert bind(torch.ones(2, 3), signatures, what="m").axes == ("batch", "key")
-    assert bind(torch.ones(2, 1, 3, 3), signatures, what="m").axes == ("batch", "head", "seq", "key")
+    assert bind_tensor(torch.ones(2, 3), signatures, what="m").axes == ("batch", "key")
+    assert bind_tensor(torch.ones(2, 1, 3, 3), signatures, what="m").axes == ("batch", "head", "seq", "key")
     with pytest.raises(ShapeError, match=r"m is float32\(3,\), of rank 1; it takes 'batch key'"):
-        bind(torch.ones(3), signatures, what="m")
+        bind_tensor(torch.ones(3), signatures, what="m")
     with pytest.raises(AxesError, match=r"(?s)may mean 'batch hidden' or 'seq hidden'.*kf.axes"):
-        bind(torch.ones(4, 4), ["batch hidden", "seq hidden"], what="v")
+        bind_tensor(torch.ones(4, 4), ["batch hidden", "seq hidden"], what="v")
     with pytest.raises(AxesError, match="does not take a tensor without declared axes"):
-        bind(torch.ones(4), ["hidden"], what="v", bare=False)
+        bind_tensor(torch.ones(4), ["hidden"], what="v", bare=False)
 
 
 def test_declared_axes_must_be_taken() -> None:
     leaf = axes(torch.ones(4, 4), "seq hidden")
-    assert bind(leaf, ["[batch] [seq] hidden"], what="v") is leaf
+    assert bind_tensor(leaf, ["[batch] [seq] hidden"], what="v") is leaf
     with pytest.raises(AxesError, match="declared 'seq hidden'; it takes 'batch hidden'"):
-        bind(leaf, ["batch hidden"], what="v")
-    assert bind(leaf, [], what="v") is leaf  # a free tree takes any
+        bind_tensor(leaf, ["batch hidden"], what="v")
+    assert bind_tensor(leaf, [], what="v") is leaf  # a free tree takes any
 
 
 def test_sizes_are_compared_by_name() -> None:

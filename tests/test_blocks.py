@@ -12,7 +12,7 @@ from torch import Tensor
 import kwflow as kf
 from kwflow.blocks.kv import KV, StepCache
 from kwflow.blocks.precision import LiftFloat32, upcast
-from kwflow.blocks.span import chain, own_kwargs, with_block_fn
+from kwflow.blocks.span import chain, declared_kwargs, with_block_fn
 from kwflow.errors import AxesError, BlockError, KwargError, KwflowError, ShapeError, SpanError, UnknownKwarg
 from kwflow.models.spans import load_span
 from tests.marks import every_family
@@ -184,7 +184,7 @@ def test_own_kwargs_are_typed_by_axes() -> None:
     ):
         return block(params, hidden, **kw)
 
-    specs, through = own_kwargs(fn)
+    specs, through = declared_kwargs(fn)
     assert through and specs["gain"].required and not specs["scale"].required
     assert specs["gain"].signatures == ("layer hidden", "hidden") and specs["scale"].scalars == ("float",)
     assert specs["tree"].tree and specs["n"].scalars == ("int",)

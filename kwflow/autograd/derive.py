@@ -40,8 +40,8 @@ class _Work:
         """One more derivative, of the outputs that exist."""
         operations = self.operations
         if operations and "vjp" in operations[-1]:
-            wanted = [operations[-1]["vjp"][i] for i in self.present]
-            operations = (*operations[:-1], {**operations[-1], "vjp": wanted})
+            input_indices = [operations[-1]["vjp"][i] for i in self.present]
+            operations = (*operations[:-1], {**operations[-1], "vjp": input_indices})
         return _Work(self.perform, (*operations, operation))
 
 
@@ -50,8 +50,8 @@ def _apply(perform: Perform, operations: Operations, tensors: Sequence[Tensor]) 
     work = _Work(perform, operations)
     outputs = _Remote.apply(work, *tensors)
     count = len(operations[-1]["vjp"]) if operations and "vjp" in operations[-1] else len(outputs)
-    found = dict(zip(work.present, outputs, strict=False))
-    return [found.get(i) for i in range(count)]
+    by_index = dict(zip(work.present, outputs, strict=False))
+    return [by_index.get(i) for i in range(count)]
 
 
 class _Remote(torch.autograd.Function):
@@ -72,13 +72,14 @@ class _Remote(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
         tensors, cotangents = ctx.saved_tensors, grad_outputs
-        wanted = [i for i, need in enumerate(ctx.needs_input_grad[1:]) if need and tensors[i].is_floating_point()]
-        given = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
+        differentiable = [i for i, tensor in enumerate(tensors) if tensor.is_floating_point()]
+        input_indices = [i for i in differentiable if ctx.needs_input_grad[1 + i]]
+        output_indices = [i for i, cotangent in enumerate(cotangents) if cotangent is not None]
         grads: list[Tensor | None] = [None] * len(tensors)
-        if wanted and given and ctx.work.present:
-            work = ctx.work.then({"vjp": wanted, "given": given})
+        if input_indices and output_indices and ctx.work.present:
+            work = ctx.work.then({"vjp": input_indices, "given": output_indices})
             inputs = [*tensors, *(c for c in cotangents if c is not None)]
-            for i, grad in zip(wanted, _apply(work.perform, work.operations, inputs), strict=True):
+            for i, grad in zip(input_indices, _apply(work.perform, work.operations, inputs), strict=True):
                 grads[i] = grad
         return (None, *grads)
 
@@ -127,23 +128,33 @@ def evaluate(
         with torch.no_grad():
             return fn(*tensors)
     if is_first_order(operations):
-        wanted, given = operations[0]["vjp"], operations[0]["given"]
-        primals, cotangents = list(tensors[: len(tensors) - len(given)]), tensors[len(tensors) - len(given) :]
-        with torch.enable_grad():
-            for i in wanted:
-                primals[i] = primals[i].detach().requires_grad_()
-            outputs = fn(*primals)
-            pulled = [(outputs[i], c) for i, c in zip(given, cotangents, strict=True) if outputs[i].requires_grad]
-            if not pulled:
-                return [None] * len(wanted)
-            outs, cotangents = zip(*pulled, strict=True)
-            return torch.autograd.grad(outs, [primals[i] for i in wanted], cotangents, allow_unused=True)
+        return _vjp(fn, operations[0]["vjp"], operations[0]["given"], tensors)
     folded = fn
     for operation in operations:
         folded = _fold(folded, operation)
     # NOTE [grad mode] must be on: with it off, torch picks backward kernels (silu's) that cannot be derived again
     with torch.enable_grad(), attention():
         return [result.detach() for result in folded(*tensors)]
+
+
+def _vjp(
+    fn: Callable[..., tuple[Tensor, ...]],
+    input_indices: Sequence[int],
+    output_indices: Sequence[int],
+    tensors: Sequence[Tensor],
+) -> Sequence[Tensor | None]:
+    """The gradients of some inputs; ``tensors``: the primals, and behind them a cotangent for some of the outputs."""
+    count = len(tensors) - len(output_indices)
+    primals, cotangents = list(tensors[:count]), tensors[count:]
+    with torch.enable_grad():
+        for i in input_indices:
+            primals[i] = primals[i].detach().requires_grad_()
+        outputs = fn(*primals)
+        pulled = [(outputs[i], c) for i, c in zip(output_indices, cotangents, strict=True) if outputs[i].requires_grad]
+        if not pulled:
+            return [None] * len(input_indices)
+        outs, cotangents = zip(*pulled, strict=True)
+        return torch.autograd.grad(outs, [primals[i] for i in input_indices], cotangents, allow_unused=True)
 
 
 def _fold(fn: Callable[..., tuple[Tensor, ...]], operation: Operation) -> Callable[..., tuple[Tensor, ...]]:
@@ -166,10 +177,10 @@ def _fold(fn: Callable[..., tuple[Tensor, ...]], operation: Operation) -> Callab
         return of_moving, [primals[i] for i in moving]
 
     def vjp(*inputs: Tensor) -> tuple[Tensor, ...]:
-        given = operation["given"]
-        function, primals = split(inputs, len(given))
-        pull: Any = torch.func.vjp(lambda *x: tuple(function(*x)[i] for i in given), *primals)[1]
-        return pull(tuple(inputs[len(inputs) - len(given) :]))
+        output_indices = operation["given"]
+        function, primals = split(inputs, len(output_indices))
+        pull: Any = torch.func.vjp(lambda *x: tuple(function(*x)[i] for i in output_indices), *primals)[1]
+        return pull(tuple(inputs[len(inputs) - len(output_indices) :]))
 
     def jvp(*inputs: Tensor) -> tuple[Tensor, ...]:
         function, primals = split(inputs, len(moving))

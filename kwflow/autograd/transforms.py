@@ -14,6 +14,27 @@ from torch.autograd import forward_ad
 
 from kwflow.errors import UnsupportedError
 
+_OLDER_VMAP: Any = torch._C._parse_dispatch_key("Batched")
+
+
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether a torch.func transform holds this tensor, so that its values cannot be looked at."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a vmap holds this tensor: other transforms let its values be looked at."""
+    while is_wrapped(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return False
+
+
+def in_transform() -> bool:
+    """Whether this runs inside a torch.func transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def _in_forward_mode(tensors: Sequence[Tensor]) -> bool:
     """Whether a dual number of torch.autograd.forward_ad is among the inputs."""
@@ -38,38 +59,6 @@ def plain(tensor: Tensor) -> Tensor:
     return values if type(values) is Tensor else values.as_subclass(Tensor)
 
 
-_OLDER_VMAP: Any = torch._C._parse_dispatch_key("Batched")
-
-
 def _by_older_vmap(tensor: Tensor) -> bool:
     """Whether torch._vmap_internals maps over it: what autograd.grad(is_grads_batched=True) does."""
     return torch._C._dispatch_keys(tensor).has(_OLDER_VMAP)
-
-
-def is_wrapped(tensor: Tensor) -> bool:
-    """Whether a torch.func transform holds this tensor, so that its values cannot be looked at."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def is_mapped(tensor: Tensor) -> bool:
-    """Whether a vmap holds this tensor: other transforms let its values be looked at."""
-    while is_wrapped(tensor):
-        if torch._C._functorch.is_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
-            return True
-        tensor = torch._C._functorch.get_unwrapped(tensor)  # pyright: ignore[reportAttributeAccessIssue]
-    return False
-
-
-def in_transform() -> bool:
-    """Whether this runs inside a torch.func transform."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def is_batched(tensor: Tensor) -> bool:
-    """Whether a vmap is anywhere around this tensor, outside or inside of other transforms."""
-    inner: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    while is_wrapped(tensor):
-        if inner.is_batchedtensor(tensor):
-            return True
-        tensor = inner.get_unwrapped(tensor)
-    return False

@@ -20,12 +20,9 @@ from torch import Tensor, nn
 from kwflow.blocks.hooks import acting
 from kwflow.blocks.kv import KV, StepCache
 from kwflow.blocks.patterns import eager, eager_mask
-from kwflow.blocks.projections import Act as Adapts
-from kwflow.blocks.projections import adapting
+from kwflow.blocks.projections import Adapted, adapting
 from kwflow.errors import BlockError, CallerError, KwargError, UnknownKwarg
-from kwflow.kwargs import lora as adapt
-from kwflow.kwargs import prefix_kv as prefix
-from kwflow.kwargs import tree as trees
+from kwflow.kwargs import lora, prefix_kv, tree
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bind import PerLayer, bind_kwargs, bind_value
 from kwflow.kwargs.bound import Bound
@@ -84,20 +81,20 @@ class Block:
     cache_name: str
     kind: str = "full_attention"  # layers of one kind share what prepare makes: full_attention, sliding_attention, …
     custom: Callable[..., Tensor] | None = None
-    own: frozenset[str] = frozenset()  # the kwargs that ``custom`` declares
+    declared: frozenset[str] = frozenset()  # the kwargs that ``custom`` declares
     attention: str = ""  # the module that gives the attention pattern; none where this is empty
-    turn: Any = field(default_factory=threading.RLock)  # other params are put into the module while it runs
+    lock: Any = field(default_factory=threading.RLock)  # other params are put into the module while it runs
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
         """Run the block by hand; kwargs are one layer's part (no ``layer`` axis), ``steer`` may be a bare vector."""
         span = (self.layer, self.layer + 1)
-        own = {}
+        flow_kwargs = {}
         for name, value in kwargs.items():
             spec = self.schema.kwargs.get(name)
             shared = spec and spec.group == "layers" and not spec.points
-            own[name] = PerLayer({self.layer: value}, None) if shared else value
+            flow_kwargs[name] = PerLayer({self.layer: value}, None) if shared else value
         sizes = {"batch": hidden.shape[0], "seq": hidden.shape[1], "key": hidden.shape[1]}
-        return run([self], [params], hidden, bind_kwargs([(span, self.schema)], span, own, sizes))
+        return run([self], [params], hidden, bind_kwargs([(span, self.schema)], span, flow_kwargs, sizes))
 
     def __repr__(self) -> str:
         return f"<block_fn of layer {self.layer}: {type(self.module).__name__}, takes {', '.join(self.schema.kwargs)}>"
@@ -106,10 +103,10 @@ class Block:
         """Run the block within a prepared call."""
         if self.custom is None:
             return self._normal(params, hidden, call, kwargs)
-        given = {name: _bare(value) if name in self.own else value for name, value in kwargs.items()}
+        kwargs = {name: _bare(value) if name in self.declared else value for name, value in kwargs.items()}
         block = BoundBlock(self, call)
-        out = self.custom(params, hidden, block=block, **given)
-        if dropped := sorted(given.keys() - self.own - block.handed_on):
+        out = self.custom(params, hidden, block=block, **kwargs)
+        if dropped := sorted(kwargs.keys() - self.declared - block.handed_on):
             raise BlockError(
                 f"the block_fn of layer {self.layer} did not hand {', '.join(dropped)} on; it must call "
                 f"block(params, hidden, **kw)"
@@ -117,21 +114,21 @@ class Block:
         return out
 
     def _normal(self, params: Params, hidden: Tensor, call: Call, kwargs: Mapping[str, Any]) -> Tensor:
-        rows, heads = (hidden.shape[0], hidden.shape[1]), self.schema.sizes["head"]
-        here = LayerCall(self.layer, rows, heads, call.token_position, call.captured)
+        batch_seq, heads = (hidden.shape[0], hidden.shape[1]), self.schema.sizes["head"]
+        here = LayerCall(self.layer, batch_seq, heads, call.token_position, call.captured)
         acts = at_points(kwargs, here) if kwargs else {}
-        adapted = self._adapted(kwargs, rows)
+        adapted = self._adapted(kwargs, batch_seq)
         for point in ENTERING:
             hidden = acts.pop(point)(hidden) if point in acts else hidden
         last = acts.pop(LEAVING, None)
         args = dict(call.layer_args[self.kind])
         if call.cache is not None:
             args[self.cache_name] = call.cache
-        reached, looked_at = acting(acts, self.layer) if acts else nullcontext(), nullcontext()
+        edited, eagerly = acting(acts, self.layer) if acts else nullcontext(), nullcontext()
         if PATTERN in acts:
             args["attention_mask"] = eager_mask(args.get("attention_mask"), hidden, call.past)
-            looked_at = eager(self.module.get_submodule(self.attention))
-        with self.turn, reached, looked_at, adapting(adapted, self.layer) if adapted else nullcontext():
+            eagerly = eager(self.module.get_submodule(self.attention))
+        with self.lock, edited, eagerly, adapting(adapted, self.layer) if adapted else nullcontext():
             if params is self.params:
                 out = self.module(hidden, **args)
             else:
@@ -139,12 +136,11 @@ class Block:
         out = out[0] if isinstance(out, tuple) else out
         return out if last is None else last(out)
 
-    def _adapted(self, kwargs: Mapping[str, Any], rows: tuple[int, int]) -> dict[str, Adapts]:
+    def _adapted(self, kwargs: Mapping[str, Any], batch_seq: tuple[int, int]) -> dict[str, Adapted]:
         """What to do at each projection that has an adapter."""
-        given = adapt.by_projection(kwargs.get("lora") or {}, kwargs.get("ia3") or {})
         return {
-            name: lambda module, x, own=own: adapt.adapt(module, x, own, rows)  # type: ignore[misc]
-            for name, own in given.items()
+            name: lambda module, x, adapter=adapter: lora.adapt(module, x, adapter, batch_seq)  # type: ignore[misc]
+            for name, adapter in lora.by_projection(kwargs).items()
         }
 
 
@@ -166,8 +162,8 @@ class BoundBlock:
         if unknown := set(kwargs) - INSIDE.keys():
             raise UnknownKwarg(f"the normal block takes {', '.join(INSIDE)}, got {', '.join(sorted(unknown))}")
         rows = {"batch": hidden.shape[0], "seq": hidden.shape[1]}
-        given = {name: self._bound(name, value, rows) for name, value in kwargs.items() if value is not None}
-        return self._block._normal(params, hidden, self._call, given)
+        bound = {name: self._bound(name, value, rows) for name, value in kwargs.items() if value is not None}
+        return self._block._normal(params, hidden, self._call, bound)
 
     def _bound(self, name: str, value: Any, rows: Mapping[str, int]) -> Any:
         """A kwarg as the block takes it: a block_fn hands it on as it came, or gives bare tensors of one layer."""
@@ -175,7 +171,7 @@ class BoundBlock:
             return value
         schema = self._block.schema
         sizes = {**schema.sizes, **rows}
-        return bind_value(name, value, Place(name, INSIDE[name], sizes, schema.projections, own_layer=True))
+        return bind_value(name, value, Place(name, INSIDE[name], sizes, schema.projections, single_layer=True))
 
 
 def run(
@@ -197,37 +193,43 @@ def run(
     """
     if captured is None and bound.captures():
         raise KwargError("capture: blocks run by hand return hidden alone; flow.capture, sessions and generate capture")
-    ahead = prefix.length(bound)
+    prefix_length = prefix_kv.length(bound)
     if kv is not None:  # a prefix comes with the first step, and stays
-        kv.prefix = ahead = kv.prefix if past else ahead
-    given = bound.call()
-    mask, positions = _bare(given.get("attention_mask")), _bare(given.get("position_ids"))
+        kv.prefix = prefix_length = kv.prefix if past else prefix_length
+    arguments = bound.call()
+    mask, positions = _bare(arguments.get("attention_mask")), _bare(arguments.get("position_ids"))
     mask = attention_mask if mask is None else mask
     if mask is not None and mask.dim() == 2:
         mask = mask.expand(hidden.shape[0], -1)  # transformers' mask functions index rows
     with _explained("preparing", blocks[0].layer, hidden, bound):
         kinds = {block.kind for block in blocks}
-        seen, before = prefix.before(mask, ahead), past + ahead
-        prepared = blocks[0].prepare(hidden, attention_mask=seen, position_ids=positions, past=before, kinds=kinds)
-    where = token_positions(mask, past, hidden.shape[1], hidden.device)
-    call = Call(prepared, where, None, before)
-    for block, own in zip(blocks, params, strict=True):
+        whole_mask, whole_past = prefix_kv.before(mask, prefix_length), past + prefix_length
+        layer_args = blocks[0].prepare(
+            hidden, attention_mask=whole_mask, position_ids=positions, past=whole_past, kinds=kinds
+        )
+    token_position = token_positions(mask, past, hidden.shape[1], hidden.device)
+    call = Call(layer_args, token_position, None, whole_past)
+    for block, block_params in zip(blocks, params, strict=True):
         who = "block" if block.custom is None else f"block_fn {getattr(block.custom, '__name__', block.custom)!r}"
         with _explained(who, block.layer, hidden, bound, block.custom):
             kwargs = bound.for_layer(block.layer)
-            mine = prefix.keys_values(kwargs.pop(prefix.NAME, None), hidden)
-            cache = None if kv is None and mine is None else StepCache(kv, before, mine)
-            out = block.apply(own, hidden, replace(call, cache=cache), kwargs)
-        if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
-            got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-            raise BlockError(
-                f"the block_fn of layer {block.layer} returned {got} for a hidden of {hidden.dtype} "
-                f"{tuple(hidden.shape)}; a block returns the shape and dtype that it got"
-            )
+            prefix = prefix_kv.keys_values(kwargs.pop(prefix_kv.NAME, None), hidden)
+            cache = None if kv is None and prefix is None else StepCache(kv, whole_past, prefix)
+            out = block.apply(block_params, hidden, replace(call, cache=cache), kwargs)
+        _check_output(out, hidden, block.layer)
         hidden = out
     if captured is not None:
         captured += [call.captured[key] for key in sorted(call.captured)]
     return hidden
+
+
+def _check_output(out: Any, hidden: Tensor, layer: int) -> None:
+    if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
+        got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
+        raise BlockError(
+            f"the block_fn of layer {layer} returned {got} for a hidden of {hidden.dtype} "
+            f"{tuple(hidden.shape)}; a block returns the shape and dtype that it got"
+        )
 
 
 @contextmanager
@@ -263,4 +265,4 @@ def _bare(value: Any) -> Any:
     """A kwarg's tree with plain tensors."""
     if value is None or isinstance(value, Tensor):
         return value
-    return value.tensor if isinstance(value, Axed) else trees.map_leaves(lambda leaf: leaf.tensor, value)
+    return value.tensor if isinstance(value, Axed) else tree.map_leaves(lambda leaf: leaf.tensor, value)

@@ -1,10 +1,8 @@
-"""Attention patterns: a layer that is asked for its own runs attention in plain operations, which give the weights.
+"""Attention patterns: a layer that is asked for its pattern runs attention in plain operations, which give the weights.
 
 transformers' eager attention of the layer's own family is called (softcaps and sinks are its business), through the
-config that its attention module reads. That module is the layer's own, and is held by ``Block.turn`` meanwhile.
+config that its attention module reads. That module is the layer's own, and is held by ``Block.lock`` meanwhile.
 """
-
-# B batch, H head, S seq (queries), K key (all columns)
 
 from __future__ import annotations
 
@@ -24,9 +22,9 @@ def eager(attention: nn.Module) -> Iterator[None]:
     if shared is None:  # it has one way to compute
         yield
         return
-    own = copy.copy(shared)
-    own._attn_implementation = "eager"
-    attention.__dict__["config"] = own
+    config = copy.copy(shared)
+    config._attn_implementation = "eager"
+    attention.__dict__["config"] = config
     try:
         yield
     finally:
@@ -49,5 +47,5 @@ def attention_path(model: Any, layer: nn.Module) -> str:
     base = getattr(model, model.base_model_prefix)
     recorded = (getattr(base, "_can_record_outputs", None) or {}).get("attentions")
     kind = getattr(recorded, "target_class", recorded)
-    found = [name for name, module in layer.named_modules() if isinstance(kind, type) and isinstance(module, kind)]
-    return found[0] if len(found) == 1 else ""
+    paths = [name for name, module in layer.named_modules() if isinstance(kind, type) and isinstance(module, kind)]
+    return paths[0] if len(paths) == 1 else ""

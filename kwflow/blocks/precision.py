@@ -12,8 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from kwflow.blocks.block import Params
 
-# ---- precision ---------------------------------------------------------------------------------------------------
-
 
 class LiftFloat32(TorchFunctionMode):
     """Keep float64 where a layer casts to float32 (RMSNorm, softmax), so that a float64 run is one throughout."""
@@ -32,7 +30,9 @@ class LiftFloat32(TorchFunctionMode):
 
 def upcast(params: Sequence[Params], dtype: torch.dtype) -> list[Params]:
     """Copies of the params in another precision; what is not floating point stays."""
-    return [{k: t.to(dtype) if t.is_floating_point() else t for k, t in own.items()} for own in params]
+    return [
+        {k: t.to(dtype) if t.is_floating_point() else t for k, t in block_params.items()} for block_params in params
+    ]
 
 
 def precision(dtype: torch.dtype) -> Any:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from kwflow.errors import BlockError
 
 Sizes = tuple[int, int]  # features in, features out
-Act = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]  # of a projection and its input, to its output
-_adapting: ContextVar[tuple[Mapping[str, Act], set[str]] | None] = ContextVar("kwflow_adapting", default=None)
+Adapted = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]  # of a projection and its input, to its output
+_adapting: ContextVar[tuple[Mapping[str, Adapted], set[str]] | None] = ContextVar("kwflow_adapting", default=None)
 
 
 def find(layer: nn.Module) -> dict[str, Sizes]:
@@ -37,13 +37,13 @@ def _sizes(module: nn.Module) -> Sizes | None:
     return None
 
 
-def common(found: Iterable[Mapping[str, Sizes]]) -> dict[str, Sizes]:
+def common(layers: Iterable[Mapping[str, Sizes]]) -> dict[str, Sizes]:
     """The projections that some layer has; not those that are larger in one layer than in another."""
-    together: dict[str, set[Sizes]] = {}
-    for own in found:
-        for name, sizes in own.items():
-            together.setdefault(name, set()).add(tuple(sizes))  # type: ignore[arg-type]
-    return {name: next(iter(sizes)) for name, sizes in together.items() if len(sizes) == 1}
+    by_name: dict[str, set[Sizes]] = {}
+    for projections in layers:
+        for name, sizes in projections.items():
+            by_name.setdefault(name, set()).add(tuple(sizes))  # type: ignore[arg-type]
+    return {name: next(iter(sizes)) for name, sizes in by_name.items() if len(sizes) == 1}
 
 
 def install(layer: nn.Module) -> None:
@@ -67,14 +67,14 @@ def _adaptable(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 @contextmanager
-def adapting(acts: Mapping[str, Act], layer: int) -> Iterator[None]:
-    """Within, each act computes its projection. Raises BlockError if the layer did not call one of them."""
+def adapting(adapted: Mapping[str, Adapted], layer: int) -> Iterator[None]:
+    """Within, each of ``adapted`` computes its projection. Raises BlockError if the layer did not call one of them."""
     reached: set[str] = set()
-    token = _adapting.set((acts, reached))
+    token = _adapting.set((adapted, reached))
     try:
         yield
     finally:
         _adapting.reset(token)
-    if missed := acts.keys() - reached:
+    if missed := adapted.keys() - reached:
         name = min(missed)
         raise BlockError(f"layer {layer} did not call a projection {name!r}, so nothing was adapted there")

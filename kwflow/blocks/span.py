@@ -66,7 +66,7 @@ def chain(blocks: Sequence[Block]) -> Callable[..., Tensor]:
 # ---- a worker's own block_fn -------------------------------------------------------------------------------------
 
 
-def own_kwargs(fn: Callable[..., Tensor]) -> tuple[dict[str, Spec], bool]:
+def declared_kwargs(fn: Callable[..., Tensor]) -> tuple[dict[str, Spec], bool]:
     """The kwargs that a worker's own block_fn declares, and whether ``**kw`` lets the built-in ones through.
 
     ``fn(params, hidden, /, *, block, gain: kf.Axes["layer hidden"], **kw)``. Checked when a worker starts: raises
@@ -105,10 +105,10 @@ def own_kwargs(fn: Callable[..., Tensor]) -> tuple[dict[str, Spec], bool]:
 
 def with_block_fn(span: SpanSpec, fn: Callable[..., Tensor], identity: str) -> SpanSpec:
     """The span with a worker's own ``fn`` around every block; its kwargs join the schema."""
-    specs, through = own_kwargs(fn)
+    specs, through = declared_kwargs(fn)
     builtin = {
         name: spec for name, spec in span.schema.kwargs.items() if through or spec.group == "call" or spec.prefix
     }
     schema = replace(span.schema, kwargs={**builtin, **specs})
-    blocks = tuple(replace(block, custom=fn, own=frozenset(specs), schema=schema) for block in span.blocks)
+    blocks = tuple(replace(block, custom=fn, declared=frozenset(specs), schema=schema) for block in span.blocks)
     return replace(span, blocks=blocks, schema=schema, identity={**span.identity, "block_fn": identity})

@@ -3,8 +3,8 @@
 >>> axes(torch.zeros(4, 576), "batch hidden").size("hidden")
 576
 
-A signature is names in order, ``"layer batch prefix hidden"``; ``[batch]`` may be left out. Axes are declared, never
-inferred from a size (DESIGN law 5). Words only: imports torch, einops and kwflow.errors.
+A signature is names in order, ``"layer batch prefix hidden"``; ``[batch]`` may be left out (``signatures``). Axes are
+declared, never inferred from a size (DESIGN law 5). Words only: imports torch, einops and kwflow.errors.
 
 ``layer``   one entry per layer of the flow           ``batch``  rows
 ``seq``     the columns of this call                  ``key``    all columns so far
@@ -17,17 +17,15 @@ from __future__ import annotations
 
 import difflib
 import functools
-import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from kwflow.errors import AxesError, KwargError, ShapeError
+from kwflow.errors import AxesError, KwargError
 
 Names = tuple[str, ...]
 
@@ -93,12 +91,12 @@ def parse(text: str, *, optional: bool = False) -> Names:
 
 
 @functools.lru_cache(1024)
-def _declared(text: str, *, optional: bool = False) -> Names:
+def _parse_declared(text: str, *, optional: bool = False) -> Names:
     """Parse what a user declares: a free name that is all but a name with a meaning is a slip, and would be no cut."""
     names = parse(text, optional=optional)
-    meant = RESERVED | MODEL_SIZES
-    for name in {name.strip("[]") for name in names} - meant:
-        if near := difflib.get_close_matches(name, meant, n=1, cutoff=0.82):
+    known = RESERVED | MODEL_SIZES
+    for name in {name.strip("[]") for name in names} - known:
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=0.82):
             raise AxesError(
                 f"{name!r} in the axes {text!r}: did you mean {near[0]!r}? A free axis, which is never cut, needs a "
                 f"name that is less like it"
@@ -117,7 +115,7 @@ def axes(tensor: Tensor, names: str) -> Axed:
     """
     if not isinstance(tensor, Tensor):
         raise AxesError(f"kf.axes takes a torch.Tensor, got {type(tensor).__name__}")
-    parsed = _declared(names)
+    parsed = _parse_declared(names)
     if len(parsed) != tensor.dim():
         raise AxesError(
             f"the axes {names!r} name {len(parsed)} dimensions, the tensor {describe(tensor)} has {tensor.dim()}"
@@ -134,7 +132,7 @@ class Axes:
     def __class_getitem__(cls, text: str) -> Axes:
         signatures = tuple(part.strip() for part in text.split("|"))
         for signature in signatures:
-            _declared(signature, optional=True)
+            _parse_declared(signature, optional=True)
         return cls(*signatures)
 
     def __repr__(self) -> str:
@@ -142,84 +140,6 @@ class Axes:
 
     def __call__(self) -> None:  # typing.get_type_hints accepts only callables as annotations
         raise TypeError(f"{self!r} is an annotation, not a function")
-
-
-@functools.lru_cache(1024)
-def expansions(signature: str) -> tuple[Names, ...]:
-    """Every concrete form of a signature: each name in brackets present or not.
-
-    >>> expansions("[batch] hidden")
-    (('batch', 'hidden'), ('hidden',))
-    """
-    choices = [((name[1:-1],), ()) if name.startswith("[") else ((name,),) for name in parse(signature, optional=True)]
-    return tuple(tuple(itertools.chain(*pick)) for pick in itertools.product(*choices))
-
-
-def without_layer(signature: str) -> str:
-    """The signature of one layer's part."""
-    return " ".join(name for name in signature.split() if name.strip("[]") != "layer")
-
-
-def bind(value: Tensor | Axed, signatures: Sequence[str], *, what: str, bare: bool = True, hint: str = "") -> Axed:
-    """Give a kwarg's tensor the axes it was declared with, or those of the only signature of its rank.
-
-    Raises AxesError: several signatures of that rank, none, or declared axes that the kwarg does not take.
-    """
-    forms = list(dict.fromkeys(form for signature in signatures for form in expansions(signature)))
-    allowed = " | ".join(repr(signature) for signature in signatures)
-    if isinstance(value, Axed):
-        if signatures and value.axes not in forms:
-            raise AxesError(f"{what} was declared {' '.join(value.axes)!r}; it takes {allowed}")
-        if len(value.axes) != value.tensor.dim():
-            raise AxesError(f"{what} is {describe(value.tensor)}, its axes are {' '.join(value.axes)!r}")
-        return value
-    fit = [form for form in forms if len(form) == value.dim()] if bare else []
-    if len(fit) == 1:
-        return Axed(value, fit[0])
-    form = " ".join(fit[0] if fit else forms[0]) if forms else "batch hidden"
-    how = f"{hint}declare its axes: kf.axes(tensor, {form!r})"
-    if not bare or not forms:
-        raise AxesError(f"{what} does not take a tensor without declared axes, got {describe(value)}; {how}")
-    if not fit:
-        raise ShapeError(f"{what} is {describe(value)}, of rank {value.dim()}; it takes {allowed}")
-    several = " or ".join(repr(" ".join(form)) for form in fit)
-    raise AxesError(f"{what} is {describe(value)}, which may mean {several}; {how}")
-
-
-def check_sizes(leaf: Axed, sizes: Mapping[str, int], free: dict[str, int], *, what: str) -> None:
-    """Compare a leaf's sizes with the call's and the model's; ``free`` collects the kwarg's own axes.
-
-    Raises ShapeError, which names the axis, the size given and the size expected.
-    """
-    for axis, size in zip(leaf.axes, leaf.tensor.shape, strict=True):
-        expected = sizes.get(axis)
-        if expected is None:
-            expected = free.setdefault(axis, size)
-        if size == expected or (size == 1 and axis in BROADCAST):
-            continue
-        one = " or 1" if axis in BROADCAST and expected != 1 else ""
-        raise ShapeError(
-            f"{what} has {axis} = {size}, expected {expected}{one} "
-            f"(axes {' '.join(leaf.axes)!r}, {describe(leaf.tensor)})"
-        )
-
-
-def bind_floats(
-    value: Any, signatures: Sequence[str], sizes: Mapping[str, int], free: dict[str, int], *, what: str
-) -> Axed:
-    """Give a tensor of floats its axes and compare its sizes: :func:`bind`, then :func:`check_sizes`.
-
-    Raises KwargError for what is no tensor of floats, AxesError or ShapeError.
-    """
-    if not isinstance(value, Tensor | Axed):
-        plain = value is None or isinstance(value, bool | int | float | str)
-        said = f"{value!r:.60}" if plain else f"a {type(value).__name__}"
-        raise KwargError(f"{what} is {said}; it takes a tensor with axes {' | '.join(map(repr, signatures))}")
-    leaf = bind(value, signatures, what=what)
-    if not leaf.tensor.is_floating_point():
-        raise KwargError(f"{what} is {describe(leaf.tensor)}; it takes float tensors")
-    check_sizes(leaf, sizes, free, what=what)
-    return leaf
 
 
 # ---- cuts and joins, each followed by its adjoint ---------------------------------------------------------------

@@ -11,24 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg, did_you_mean
-from kwflow.kwargs import lora, prefix_kv
-from kwflow.kwargs import tree as trees
-from kwflow.kwargs.axes import Axed, bind, check_dense, check_sizes, describe, expansions, without_layer
+from kwflow.kwargs import lora, prefix_kv, tree
+from kwflow.kwargs.axes import Axed, check_dense, describe
 from kwflow.kwargs.bound import Bound, Layers, Span, name_in
 from kwflow.kwargs.builtin import BUILTIN, row_of
 from kwflow.kwargs.kwarg import Place, Projections
 from kwflow.kwargs.positions import Columns
 from kwflow.kwargs.schema import SCALARS, Schema, Spec
+from kwflow.kwargs.signatures import bind_tensor, check_sizes, dtype_kind, expansions, without_layer
 from kwflow.kwargs.tree import as_int
 
 Schemas = Sequence[tuple[Span, Schema]]  # what the workers of some layers take, in the order of their layers
 _CAPTURE = "out, acts = flow.capture({'resid': [3]}, **x) brings back what layers give"
 _KEPT = "flow.session(max_length=) keeps keys and values"
-_ELSEWHERE = {  # what is asked for in other places than a call's kwargs, and where
+_ELSEWHERE = {  # what stands in other places than a call's kwargs, and where
     **dict.fromkeys(("adapter", "adapters", "peft"), "kf.adapters.read(folder) is kwargs: flow(**x, **adapter)"),
     **{"output_hidden_states": _CAPTURE, "output_attentions": _CAPTURE.replace("resid", "pattern")},
     **{"past_key_values": _KEPT, "use_cache": _KEPT},
@@ -42,7 +41,7 @@ class PerLayer:
     """One kwarg's value for each layer; made by :func:`per_layer`."""
 
     values: Mapping[int, Any]
-    count: int | None  # given as a list of this many, relative to the flow; None: keys are absolute layers
+    count: int | None  # of a list, relative to the flow; None: keys are absolute layers
 
 
 def per_layer(entries: Sequence[Mapping[str, Any] | None] | Mapping[int, Mapping[str, Any]]) -> dict[str, PerLayer]:
@@ -52,15 +51,15 @@ def per_layer(entries: Sequence[Mapping[str, Any] | None] | Mapping[int, Mapping
     """
     count = None if isinstance(entries, Mapping) else len(entries)
     items = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
-    out: dict[str, dict[int, Any]] = {}
+    by_name: dict[str, dict[int, Any]] = {}
     for layer, kwargs in items:
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise KwargError(
                 f"kf.per_layer takes a dict of kwargs for each layer, got {type(kwargs).__name__} for {layer}"
             )
         for name, value in (kwargs or {}).items():
-            out.setdefault(name, {})[layer] = value
-    return {name: PerLayer(values, count) for name, values in out.items()}
+            by_name.setdefault(name, {})[layer] = value
+    return {name: PerLayer(values, count) for name, values in by_name.items()}
 
 
 def bind_kwargs(
@@ -79,9 +78,36 @@ def bind_kwargs(
     block_fn needs must be among them. Nothing is sent when this raises UnknownKwarg, KwargError,
     AxesError, ShapeError or SpanError.
     """
-    found: dict[Layers, dict[str, Any]] = {"call": {}, "layers": {}}
+    grouped, at_points = _group(prefix_kv.named(kwargs, span[1] - span[0]), schemas, span)
+    if complete:
+        _refuse_missing(schemas, span, grouped)
+    sections = [
+        (layers, _bind_section(layers, {name: value}, schemas, span, sizes))
+        for layers, values in grouped.items()
+        for name, value in values.items()
+    ]
+    if at_points and columns is None:
+        mask = next((values["attention_mask"].tensor for _, values in sections if "attention_mask" in values), None)
+        columns = Columns.of_call(mask, sizes["seq"])
+    for name, value in at_points.items():
+        assert columns is not None
+        lower = BUILTIN[name].lower
+        for number, (layers, entry) in enumerate(lower(value, span, columns) if lower is not None else ()):
+            what = f"{name}[{number}]"
+            sections.append((layers, _bind_section(layers, {name: [entry]}, schemas, span, sizes, what)))
+    bound = Bound.of(span, sections)
+    for name in bound.names() & BUILTIN.keys():
+        if (check := BUILTIN[name].check) is not None:
+            check(bound)
+    return bound
+
+
+def _group(
+    kwargs: Mapping[str, Any], schemas: Schemas, span: Span
+) -> tuple[dict[Layers, dict[str, Any]], dict[str, Any]]:
+    """A caller's kwargs by the layers that they go to, and those that act at points, which say it themselves."""
+    grouped: dict[Layers, dict[str, Any]] = {"call": {}, "layers": {}}
     at_points: dict[str, Any] = {}
-    kwargs = prefix_kv.named(kwargs, span[1] - span[0])
     for name, value in kwargs.items():
         if value is None and any(name in schema.refused for _, schema in schemas):
             continue
@@ -96,32 +122,41 @@ def bind_kwargs(
         elif isinstance(value, PerLayer) or (spec.by_layer and _of_layers(value, spec)):
             if spec.group == "call":
                 raise KwargError(f"{name} holds for the whole call: it cannot differ by layer")
-            by_layer = {layer: own for layer, own in _by_layer(name, value, span).items() if own is not None}
+            by_layer = {layer: v for layer, v in _by_layer(name, value, span).items() if v is not None}
             if spec.projections and (whole := lora.stacked(by_layer, span)) is not None:
-                found["layers"][name] = whole
+                grouped["layers"][name] = whole
                 continue
-            for layer, own in by_layer.items():
-                found.setdefault((layer,), {})[name] = own
+            for layer, layer_value in by_layer.items():
+                grouped.setdefault((layer,), {})[name] = layer_value
         else:
-            found[spec.group][name] = value
-    if complete:
-        _refuse_missing(schemas, span, found)
-    sections = [(layers, {name: value}) for layers, values in found.items() for name, value in values.items()]
-    bound = [(layers, _bind_section(layers, values, schemas, span, sizes)) for layers, values in sections]
-    if at_points and columns is None:
-        mask = next((values["attention_mask"].tensor for _, values in bound if "attention_mask" in values), None)
-        columns = Columns.of_call(mask, sizes["seq"])
-    for name, value in at_points.items():
-        assert columns is not None
-        lower = BUILTIN[name].lower
-        for number, (layers, entry) in enumerate(lower(value, span, columns) if lower is not None else ()):
-            what = f"{name}[{number}]"
-            bound.append((layers, _bind_section(layers, {name: [entry]}, schemas, span, sizes, what)))
-    made = Bound.of(span, bound)
-    for name in made.names() & BUILTIN.keys():
-        if (check := BUILTIN[name].check) is not None:
-            check(made)
-    return made
+            grouped[spec.group][name] = value
+    return grouped, at_points
+
+
+def _of_layers(value: Any, spec: Spec) -> bool:
+    """Whether a value is ``{layer: value}``."""
+    return isinstance(value, Mapping) and not (spec.prefix and prefix_kv.is_pair(value))
+
+
+def _by_layer(name: str, value: PerLayer | Mapping[int, Any], span: Span) -> dict[int, Any]:
+    start, stop = span
+    per_layer = value if isinstance(value, PerLayer) else PerLayer(value, None)
+    if per_layer.count is not None:
+        if per_layer.count != stop - start:
+            raise ShapeError(
+                f"kf.per_layer got a list of {per_layer.count} for the {stop - start} layers {start}:{stop}; "
+                f"give one entry per layer, or a dict keyed by layer"
+            )
+        return {start + i: value for i, value in per_layer.values.items()}
+    by_layer: dict[int, Any] = {}
+    for layer, layer_value in per_layer.values.items():
+        number = as_int(layer)
+        if number is None or not start <= number < stop:
+            raise SpanError(f"{name} names layer {layer!r}; this flow has layers {start}:{stop} (numbers are absolute)")
+        if number in by_layer:
+            raise KwargError(f"{name} names layer {number} twice")
+        by_layer[number] = layer_value
+    return by_layer
 
 
 def check_bound(bound: Bound, schema: Schema, sizes: Mapping[str, int]) -> None:
@@ -161,10 +196,62 @@ def _bind_section(
             schema.kwargs[name],
             {**schema.sizes, **sizes, "layer": span[1] - span[0]},
             _projections(schemas, spans),
-            own_layer=not isinstance(layers, str),
+            single_layer=not isinstance(layers, str),
         )
         bound[name] = bind_value(name, value, place)
     return bound
+
+
+def bind_value(name: str, value: Any, place: Place) -> Any:
+    """Bind every tensor of one kwarg: as its row does it, or by the signatures of its spec."""
+    row = row_of(name, place.spec)
+    if row is not None and row.bind is not None:
+        return row.bind(value, place)
+    return _by_signatures(name, value, place)
+
+
+def _by_signatures(name: str, value: Any, place: Place) -> Any:
+    what, spec, single_layer = place.what, place.spec, place.single_layer
+    forms = {(without_layer(s) if single_layer else s): kinds for s, kinds in spec.forms}
+    free: dict[str, int] = {}
+
+    def leaf(tensor: Tensor | Axed) -> Axed:
+        check_dense(tensor.tensor if isinstance(tensor, Axed) else tensor, what)
+        hint = "give {layer: tensor}, or " if spec.by_layer and not single_layer else ""
+        bound = bind_tensor(
+            tensor, list(forms), what=what, bare=spec.bare or (single_layer and spec.by_layer), hint=hint
+        )
+        if single_layer and "layer" in bound.axes:
+            raise AxesError(f"{what} is one layer's value and cannot have a 'layer' axis")
+        kinds = next((k for s, k in forms.items() if bound.axes in expansions(s)), ("float", "int", "bool"))
+        if dtype_kind(bound.tensor.dtype) not in kinds:
+            axes = " ".join(bound.axes)
+            raise KwargError(f"{what} ({axes!r}) is {describe(bound.tensor)}; it takes {' or '.join(kinds)} tensors")
+        check_sizes(bound, place.sizes, free, what=what)
+        return bound
+
+    if isinstance(value, Tensor | Axed):
+        if not spec.forms and not spec.tree:
+            raise KwargError(f"{what} takes {spec.says()}, got a tensor")
+        return leaf(value)
+    if spec.tree:
+        return tree.map_leaves(leaf, value)
+    if isinstance(value, bool | int | float | str):
+        for kind in spec.scalars:
+            if isinstance(value, SCALARS[kind]) and (kind == "bool" or not isinstance(value, bool)):
+                return value
+    got, takes = type(value).__name__, replace(spec, forms=tuple(forms.items())).says()
+    if isinstance(value, bool | int | float | str):
+        got += f" {value!r:.80}"
+    elif hasattr(value, "edits"):  # kf.steering's Vectors
+        got += "; edit=v.edits() adds vectors at their layers"
+    elif isinstance(value, Mapping):
+        got += (
+            ": it is one layer's own, without {layer: …}"
+            if single_layer
+            else f"; kf.per_layer({{layer: {{{name!r}: …}}}})"
+        )
+    raise KwargError(f"{what} takes {takes}, got {got}")
 
 
 def _projections(schemas: Schemas, spans: Sequence[Span]) -> Projections:
@@ -174,14 +261,13 @@ def _projections(schemas: Schemas, spans: Sequence[Span]) -> Projections:
     )
 
 
-def in_all(found: Sequence[Projections]) -> dict[str, tuple[int, int]]:
+def in_all(projections: Sequence[Projections]) -> dict[str, tuple[int, int]]:
     """The projections that all have in one size."""
-    first, *others = found
-    return {name: sizes for name, sizes in first.items() if all(own.get(name) == sizes for own in others)}
+    first, *others = projections
+    return {name: sizes for name, sizes in first.items() if all(other.get(name) == sizes for other in others)}
 
 
-def _layers(spans: Sequence[Span]) -> str:
-    return ", ".join(f"{a}:{b}" for a, b in spans)
+# ---- refusals -----------------------------------------------------------------------------------------------------
 
 
 def _refuse_unknown(name: str, schemas: Schemas, span: Span) -> None:
@@ -209,13 +295,13 @@ def _need(name: str, schemas: Schemas, addressed: Span, span: Span) -> None:
         )
 
 
-def _refuse_missing(schemas: Schemas, span: Span, found: Mapping[Layers, Mapping[str, Any]]) -> None:
-    everywhere = {name for layers, values in found.items() if isinstance(layers, str) for name in values}
+def _refuse_missing(schemas: Schemas, span: Span, grouped: Mapping[Layers, Mapping[str, Any]]) -> None:
+    everywhere = {name for layers, values in grouped.items() if isinstance(layers, str) for name in values}
     for (a, b), schema in schemas:
         for name, spec in schema.kwargs.items():
             if not spec.required or name in everywhere:
                 continue
-            without = [n for n in range(max(a, span[0]), min(b, span[1])) if name not in found.get((n,), {})]
+            without = [n for n in range(max(a, span[0]), min(b, span[1])) if name not in grouped.get((n,), {})]
             if without:
                 starts = [n for n in without if n - 1 not in without]
                 stops = [n + 1 for n in without if n + 1 not in without]
@@ -223,87 +309,5 @@ def _refuse_missing(schemas: Schemas, span: Span, found: Mapping[Layers, Mapping
                 raise KwargError(f"layers {where} need {name!r} ({spec.says()}): the block_fn has no default")
 
 
-def _of_layers(value: Any, spec: Spec) -> bool:
-    """Whether a value is ``{layer: value}``."""
-    return isinstance(value, Mapping) and not (spec.prefix and prefix_kv.is_pair(value))
-
-
-def _by_layer(name: str, value: PerLayer | Mapping[int, Any], span: Span) -> dict[int, Any]:
-    start, stop = span
-    given = value if isinstance(value, PerLayer) else PerLayer(value, None)
-    if given.count is not None:
-        if given.count != stop - start:
-            raise ShapeError(
-                f"kf.per_layer got a list of {given.count} for the {stop - start} layers {start}:{stop}; "
-                f"give one entry per layer, or a dict keyed by layer"
-            )
-        return {start + i: value for i, value in given.values.items()}
-    by_layer: dict[int, Any] = {}
-    for layer, own in given.values.items():
-        number = as_int(layer)
-        if number is None or not start <= number < stop:
-            raise SpanError(f"{name} names layer {layer!r}; this flow has layers {start}:{stop} (numbers are absolute)")
-        if number in by_layer:
-            raise KwargError(f"{name} names layer {number} twice")
-        by_layer[number] = own
-    return by_layer
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype is torch.bool:
-        return "bool"
-    return "float" if dtype.is_floating_point else "complex" if dtype.is_complex else "int"
-
-
-def bind_value(name: str, value: Any, place: Place) -> Any:
-    """Bind every tensor of one kwarg: as its row does it, or by the signatures of its spec."""
-    row = row_of(name, place.spec)
-    if row is not None and row.bind is not None:
-        return row.bind(value, place)
-    return _by_signatures(name, value, place)
-
-
-def _by_signatures(name: str, value: Any, place: Place) -> Any:
-    what, spec, own_layer = place.what, place.spec, place.own_layer
-    forms = {(without_layer(s) if own_layer else s): kinds for s, kinds in spec.forms}
-    free: dict[str, int] = {}
-
-    def leaf(tensor: Tensor | Axed) -> Axed:
-        check_dense(tensor.tensor if isinstance(tensor, Axed) else tensor, what)
-        hint = "give {layer: tensor}, or " if spec.by_layer and not own_layer else ""
-        bound = bind(tensor, list(forms), what=what, bare=spec.bare or (own_layer and spec.by_layer), hint=hint)
-        if own_layer and "layer" in bound.axes:
-            raise AxesError(f"{what} is one layer's value and cannot have a 'layer' axis")
-        kinds = next((k for s, k in forms.items() if _fits(bound.axes, s)), ("float", "int", "bool"))
-        if _kind(bound.tensor.dtype) not in kinds:
-            axes = " ".join(bound.axes)
-            raise KwargError(f"{what} ({axes!r}) is {describe(bound.tensor)}; it takes {' or '.join(kinds)} tensors")
-        check_sizes(bound, place.sizes, free, what=what)
-        return bound
-
-    if isinstance(value, Tensor | Axed):
-        if not spec.forms and not spec.tree:
-            raise KwargError(f"{what} takes {spec.says()}, got a tensor")
-        return leaf(value)
-    if spec.tree:
-        return trees.map_leaves(leaf, value)
-    if isinstance(value, bool | int | float | str):
-        for kind in spec.scalars:
-            if isinstance(value, SCALARS[kind]) and (kind == "bool" or not isinstance(value, bool)):
-                return value
-    got, takes = type(value).__name__, replace(spec, forms=tuple(forms.items())).says()
-    if isinstance(value, bool | int | float | str):
-        got += f" {value!r:.80}"
-    elif hasattr(value, "edits"):  # kf.steering's Vectors
-        got += "; edit=v.edits() adds vectors at their layers"
-    elif isinstance(value, Mapping):
-        got += (
-            ": it is one layer's own, without {layer: …}"
-            if own_layer
-            else f"; kf.per_layer({{layer: {{{name!r}: …}}}})"
-        )
-    raise KwargError(f"{what} takes {takes}, got {got}")
-
-
-def _fits(names: tuple[str, ...], signature: str) -> bool:
-    return names in expansions(signature)
+def _layers(spans: Sequence[Span]) -> str:
+    return ", ".join(f"{a}:{b}" for a, b in spans)

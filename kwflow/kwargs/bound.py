@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kwflow.autograd.transforms import plain
 from kwflow.errors import KwargError
-from kwflow.kwargs import tree as trees
+from kwflow.kwargs import tree
 from kwflow.kwargs.axes import Axed, describe, part, pick_layer, repeat_rows
-from kwflow.kwargs.points import POINTS
+from kwflow.kwargs.builtin import ENTRIES
+from kwflow.kwargs.points import captured_features
 
 Span = tuple[int, int]
-Layers = str | tuple[int, ...]  # "call": once per call; "layers": shared by the layers; numbers: those layers' own
-ENTRIES = frozenset({"edit", "capture"})  # a layer takes all that is given for it, in order; of others the last one
+Layers = str | tuple[int, ...]  # "call": once per call; "layers": shared by the layers; numbers: of those layers alone
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,18 @@ class Bound:
     @classmethod
     def of(cls, span: Span, sections: Sequence[tuple[Layers, dict[str, Any]]]) -> Bound:
         """Flatten ``(layers, {name: tree})`` pairs whose tensors all have axes. Raises KwargError for other trees."""
-        made, leaves, tensors = list[Section](), list[Leaf](), list[Tensor]()
+        flat, leaves, tensors = list[Section](), list[Leaf](), list[Tensor]()
         for layers, kwargs in sections:
             for name, value in kwargs.items():
-                found, _ = trees.flatten(value)
-                if not all(isinstance(leaf, Axed) for leaf in found):
+                axed, _ = tree.flatten(value)
+                if not all(isinstance(leaf, Axed) for leaf in axed):
                     raise KwargError(f"kwarg {name!r:.40} has a tensor without axes")
                 what = name_in(name, layers)
-                leaves += [Leaf(leaf.axes, len(made), name, what) for leaf in found if isinstance(leaf, Axed)]
-            mine, skeleton = trees.flatten(kwargs)
-            tensors += [leaf.tensor for leaf in mine if isinstance(leaf, Axed)]
-            made.append(Section(layers, skeleton))
-        return cls(*span, tuple(made), tuple(leaves), tuple(tensors))
+                leaves += [Leaf(leaf.axes, len(flat), name, what) for leaf in axed if isinstance(leaf, Axed)]
+            axed, skeleton = tree.flatten(kwargs)
+            tensors += [leaf.tensor for leaf in axed if isinstance(leaf, Axed)]
+            flat.append(Section(layers, skeleton))
+        return cls(*span, tuple(flat), tuple(leaves), tuple(tensors))
 
     @property
     def span(self) -> Span:
@@ -120,10 +120,10 @@ class Bound:
 
     def section(self, number: int, layer: int | None = None) -> dict[str, Any]:
         """One section's kwargs as ``{name: tree}``, each tensor with its axes; ``layer`` picks that layer's part."""
-        mine = [self.axed(i) for i in self._by_section[number]]
+        leaves = [self.axed(i) for i in self._by_section[number]]
         if layer is not None:
-            mine = [pick_layer(leaf, layer - self.start) for leaf in mine]
-        return trees.unflatten(mine, self.sections[number].skeleton)
+            leaves = [pick_layer(leaf, layer - self.start) for leaf in leaves]
+        return tree.unflatten(leaves, self.sections[number].skeleton)
 
     def names(self) -> set[str]:
         """The kwargs that are given."""
@@ -131,8 +131,8 @@ class Bound:
 
     def call(self) -> dict[str, Any]:
         """What holds for the whole call: ``{name: Axed}``."""
-        found = [self.section(i) for i, section in enumerate(self.sections) if section.layers == "call"]
-        return {name: value for kwargs in found for name, value in kwargs.items()}
+        sections = [self.section(i) for i, section in enumerate(self.sections) if section.layers == "call"]
+        return {name: value for kwargs in sections for name, value in kwargs.items()}
 
     @property
     def fixed(self) -> bool:
@@ -153,13 +153,13 @@ class Bound:
         return {}
 
     def _for_layer(self, layer: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        kwargs: dict[str, Any] = {}
         for number, section in enumerate(self.sections):
             if section.layers != "layers" and (isinstance(section.layers, str) or layer not in section.layers):
                 continue
             for name, value in self.section(number, layer).items():
-                found[name] = [*found.get(name, ()), *value] if name in ENTRIES else value
-        return found
+                kwargs[name] = [*kwargs.get(name, ()), *value] if name in ENTRIES else value
+        return kwargs
 
     def captures(self, span: Span | None = None) -> int:
         """How many outputs these layers have beside hidden."""
@@ -174,8 +174,8 @@ class Bound:
 
     def _captures(self, span: Span | None) -> list[dict[str, Any]]:
         first, last = span or (self.start, self.stop)
-        mine = [s for s in self.sections if not isinstance(s.layers, str) and first <= s.layers[0] < last]
-        return [entry for section in mine for entry in section.skeleton.get("capture", ())]
+        within = [s for s in self.sections if not isinstance(s.layers, str) and first <= s.layers[0] < last]
+        return [entry for section in within for entry in section.skeleton.get("capture", ())]
 
     def repeat_rows(self, repeats: int) -> Bound:
         """Each row ``repeats`` times: what beams do to kwargs, on ``batch`` axes only."""
@@ -183,9 +183,9 @@ class Bound:
 
     def joined(self, other: Bound) -> Bound:
         """Together with kwargs of other sections."""
-        theirs = tuple(replace(leaf, section=leaf.section + len(self.sections)) for leaf in other.leaves)
+        moved = tuple(replace(leaf, section=leaf.section + len(self.sections)) for leaf in other.leaves)
         sections = self.sections + other.sections
-        return Bound(self.start, self.stop, sections, self.leaves + theirs, self.tensors + other.tensors)
+        return Bound(self.start, self.stop, sections, self.leaves + moved, self.tensors + other.tensors)
 
     def without(self, name: str) -> Bound:
         """The same without one kwarg of the call."""
@@ -198,17 +198,17 @@ class Bound:
         return Bound.of((self.start, self.stop), [(layers, kwargs) for layers, kwargs in kept if kwargs])
 
     def leaving_out(self, *names: str) -> Bound:
-        """The same without some kwargs, whoever's they are."""
-        return self._with(lambda name: name not in names)
+        """The same without some kwargs, of the call and of layers."""
+        return self._filtered(lambda name: name not in names)
 
     def only(self, *names: str) -> Bound:
         """The same with some kwargs only."""
-        return self._with(lambda name: name in names)
+        return self._filtered(lambda name: name in names)
 
-    def _with(self, wanted: Callable[[str], bool]) -> Bound:
+    def _filtered(self, keep: Callable[[str], bool]) -> Bound:
         kept = []
         for number, section in enumerate(self.sections):
-            kwargs = {name: value for name, value in self.section(number).items() if wanted(name)}
+            kwargs = {name: value for name, value in self.section(number).items() if keep(name)}
             kept += [(section.layers, kwargs)] if kwargs else []
         return Bound.of((self.start, self.stop), kept)
 
@@ -223,14 +223,14 @@ class Bound:
         """
         numbers = same or {}
         return [
-            numbers[number] if number in numbers else [_say_layers(section.layers), self.section(number)]
+            numbers[number] if number in numbers else [_layers_to_json(section.layers), self.section(number)]
             for number, section in enumerate(self.sections)
         ]
 
     @classmethod
-    def from_tree(cls, span: Span, said: Any, held: Bound | None = None) -> Bound:
+    def from_tree(cls, span: Span, data: Any, held: Bound | None = None) -> Bound:
         """Rebuild what a peer sent. Raises KwargError for what :meth:`to_tree` cannot have made from ``held``."""
-        pairs = said if isinstance(said, list) else [said]
+        pairs = data if isinstance(data, list) else [data]
         if pairs and held is not None and pairs == [*range(len(held.sections))] and all(type(n) is int for n in pairs):
             return held
         return cls.of(span, [_read_section(pair, held) for pair in pairs])
@@ -240,65 +240,65 @@ class Bound:
         candidates: dict[tuple[Layers, str], list[int]] = {}
         for number, section in enumerate(other.sections):
             candidates.setdefault(section.key, []).append(number)
-        found: dict[int, int] = {}
+        same: dict[int, int] = {}
         for number, section in enumerate(self.sections):
-            mine = [self.tensors[i] for i in self._by_section[number]]
-            for theirs in candidates.get(section.key, ()):
-                if _equal(mine, [other.tensors[i] for i in other._by_section[theirs]]):
-                    found[number] = theirs
-        return found
+            tensors = [self.tensors[i] for i in self._by_section[number]]
+            for candidate in candidates.get(section.key, ()):
+                if _equal(tensors, [other.tensors[i] for i in other._by_section[candidate]]):
+                    same[number] = candidate
+        return same
 
     def copied(self, same: Mapping[int, int], other: Bound) -> Bound:
         """With memory of its own, so that nobody changes it: of sections that are ``same``, what ``other`` has."""
         tensors: list[Tensor] = []
-        for number, mine in enumerate(self._by_section):
+        for number, indices in enumerate(self._by_section):
             if number in same:
                 tensors += [other.tensors[i] for i in other._by_section[same[number]]]
             else:
-                tensors += [self.tensors[i].detach().clone() for i in mine]
+                tensors += [self.tensors[i].detach().clone() for i in indices]
         return self.with_tensors(tensors)
 
     @functools.cached_property
     def _by_section(self) -> list[list[int]]:
         """The numbers of each section's tensors; they stand in the sections' order."""
-        found: list[list[int]] = [[] for _ in self.sections]
+        indices: list[list[int]] = [[] for _ in self.sections]
         for i, leaf in enumerate(self.leaves):
-            found[leaf.section].append(i)
-        return found
+            indices[leaf.section].append(i)
+        return indices
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of a number
 
 
-def _equal(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+def _equal(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """To the bit: -0.0 is another number than 0.0."""
     return all(
         a.dtype == b.dtype
         and a.shape == b.shape
         and a.device == b.device
         and torch.equal(*(t.detach().resolve_neg().view(_BITS[t.itemsize]) for t in (a, b)))
-        for a, b in zip(mine, theirs, strict=True)
+        for a, b in zip(tensors, others, strict=True)
     )
 
 
-def _say_layers(layers: Layers) -> str | list[int]:
+def _layers_to_json(layers: Layers) -> str | list[int]:
     return layers if isinstance(layers, str) else list(layers)
 
 
-def _read_section(said: Any, held: Bound | None) -> tuple[Layers, dict[str, Any]]:
-    if type(said) is int and held is not None and 0 <= said < len(held.sections):
-        return held.sections[said].layers, held.section(said)
-    if not (isinstance(said, list) and len(said) == 2 and isinstance(said[1], dict)):
-        raise KwargError(f"a request's kwargs are [[layers, {{name: value}}], …], got {said!r:.80}")
-    return _read_layers(said[0]), _read_names(said[1])
+def _read_section(pair: Any, held: Bound | None) -> tuple[Layers, dict[str, Any]]:
+    if type(pair) is int and held is not None and 0 <= pair < len(held.sections):
+        return held.sections[pair].layers, held.section(pair)
+    if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[1], dict)):
+        raise KwargError(f"a request's kwargs are [[layers, {{name: value}}], …], got {pair!r:.80}")
+    return _read_layers(pair[0]), _read_names(pair[1])
 
 
-def _read_layers(said: Any) -> Layers:
-    if said in ("call", "layers"):
-        return said
-    if not (isinstance(said, list) and said and all(type(layer) is int for layer in said)):
-        raise KwargError(f"a request's kwargs belong to the call, its layers or some layers, not to {said!r:.40}")
-    return tuple(said)
+def _read_layers(layers: Any) -> Layers:
+    if layers in ("call", "layers"):
+        return layers
+    if not (isinstance(layers, list) and layers and all(type(layer) is int for layer in layers)):
+        raise KwargError(f"a request's kwargs belong to the call, its layers or some layers, not to {layers!r:.40}")
+    return tuple(layers)
 
 
 def _read_names(kwargs: dict[Any, Any]) -> dict[str, Any]:
@@ -309,10 +309,5 @@ def _read_names(kwargs: dict[Any, Any]) -> dict[str, Any]:
 
 
 def name_in(name: str, layers: Layers) -> str:
-    """``steer[12]``: a kwarg and whose it is, for messages."""
+    """``steer[12]``: a kwarg and its layers, for messages."""
     return name if isinstance(layers, str) else f"{name}[{', '.join(map(str, layers))}]"
-
-
-def captured_features(point: str, sizes: Mapping[str, int], keys: int) -> tuple[int, ...]:
-    """What stands behind (batch, pos) in what a capture at a point brings back; ``keys``: all columns so far."""
-    return tuple({**sizes, "key": keys}[axis] for axis in POINTS[point].features)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kwflow.kwargs import capture, columns, edit, head_mask, lora, prefix_kv, prompts, steer
 from kwflow.kwargs.kwarg import Act, Features, Kwarg, LayerCall
-from kwflow.kwargs.points import PATTERN
+from kwflow.kwargs.points import EDITED, PATTERN
 from kwflow.kwargs.schema import Scaling, Schema, Spec
 
 _ROWS = (
@@ -21,18 +21,21 @@ _ROWS = (
     Kwarg("prefix_kv", prefix_kv.spec, bind=prefix_kv.bind, check=prefix_kv.check_call, joined="first"),
     Kwarg("lora", lora.lora_spec, bind=lora.bind_lora),
     Kwarg("ia3", lora.ia3_spec, bind=lora.bind_ia3),
-    Kwarg("prompts", prompts.spec, at_points=prompts.at_points, check=prompts.check_call),
+    Kwarg("prompts", prompts.spec, check=prompts.check_call, at_points=prompts.at_points),
     Kwarg("head_mask", head_mask.spec, at_points=head_mask.at_points),
     Kwarg("steer", steer.spec, at_points=steer.at_points, folds=True),
-    Kwarg("edit", edit.spec, bind=edit.bind, lower=edit.lower, at_points=edit.at_points, folds=True),
-    Kwarg("capture", capture.spec, bind=capture.bind, lower=capture.lower, at_points=capture.at_points, joined="not"),
+    Kwarg("edit", edit.spec, lower=edit.lower, bind=edit.bind, at_points=edit.at_points, folds=True),
+    Kwarg("capture", capture.spec, lower=capture.lower, bind=capture.bind, at_points=capture.at_points, joined="not"),
 )
 BUILTIN: Mapping[str, Kwarg] = {row.name: row for row in _ROWS}
+ENTRIES = frozenset(row.name for row in _ROWS if row.lower is not None)  # their values in a layer: a list of entries
 FOLDS = frozenset(row.name for row in _ROWS if row.folds)
 
-
-_EVERYTHING = Features(("resid", "head"), (), projections=True, positions=True)
-_SPECS = {row.name: spec for row in _ROWS if (spec := row.spec(_EVERYTHING)) is not None}
+_SPECS = {
+    row.name: spec
+    for row in _ROWS
+    if (spec := row.spec(Features(EDITED, projections=True, positions=True))) is not None
+}
 # what a block does itself; the rest is around it: masks, positions, keys and values
 INSIDE = {name: spec for name, spec in _SPECS.items() if spec.group == "layers" and not spec.prefix}
 CHOSEN = frozenset(name for name, spec in INSIDE.items() if spec.kind != "values")  # their whole numbers say where
@@ -54,37 +57,35 @@ def schema(
     positions: bool,
     refused: dict[str, str],
     points: tuple[str, ...] = (),
-    looked_at: tuple[str, ...] = (),
+    captured_only: tuple[str, ...] = (),
     projections: Mapping[str, tuple[int, int]] | None = None,
     scaling: Scaling | None = None,
 ) -> Schema:
     """The built-in kwargs of a family; ``positions``: its blocks take position_ids; ``points``: where edits and
-    captures act; ``looked_at``: where captures alone do; ``projections``: where adapters do; ``scaling``: rotary."""
-    features = Features(points, looked_at, bool(projections), positions)
+    captures act; ``captured_only``: where captures alone do; ``projections``: where adapters do; ``scaling``: rotary.
+    """
+    features = Features(points, captured_only, bool(projections), positions)
     specs = {row.name: row.spec(features) for row in _ROWS}
     kwargs = {name: spec for name, spec in specs.items() if spec is not None}
     return Schema(kwargs, sizes, refused, projections or {}, scaling or Scaling())
 
 
-# ---- how they act ------------------------------------------------------------------------------------------------
-
-
 def at_points(kwargs: Mapping[str, Any], call: LayerCall) -> dict[str, Act]:
     """What one layer's kwargs do at each of its points, in the order of the table."""
-    acts: dict[str, list[Act]] = {}
+    by_point: dict[str, list[Act]] = {}
     for row in _ROWS:
         if row.at_points is not None and kwargs.get(row.name) is not None:
             for point, act in row.at_points(kwargs[row.name], call).items():
-                acts.setdefault(point, []).append(act)
-    return {point: _in_order(own, None if point == PATTERN else call.rows) for point, own in acts.items()}
+                by_point.setdefault(point, []).append(act)
+    return {point: _composed(acts, None if point == PATTERN else call.batch_seq) for point, acts in by_point.items()}
 
 
-def _in_order(acts: Sequence[Act], rows: tuple[int, int] | None) -> Act:
-    def act(activation: Tensor) -> Tensor:
+def _composed(acts: Sequence[Act], batch_seq: tuple[int, int] | None) -> Act:
+    def composed(activation: Tensor) -> Tensor:
         # opt flattens rows before its feed-forward
-        out = activation if rows is None else activation.reshape(*rows, activation.shape[-1])
-        for one in acts:
-            out = one(out)
+        out = activation if batch_seq is None else activation.reshape(*batch_seq, activation.shape[-1])
+        for act in acts:
+            out = act(out)
         return out.reshape(activation.shape)
 
-    return act
+    return composed

@@ -21,28 +21,17 @@ import torch
 from torch import Tensor
 
 from kwflow.errors import KwargError, SessionError, SpanError
-from kwflow.kwargs.axes import Axed, check_sizes
-from kwflow.kwargs.bound import captured_features
+from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.kwarg import Act, Features, LayerCall, Place
-from kwflow.kwargs.points import PATTERN, POINTS, no_point, numbers
+from kwflow.kwargs.points import EMBED, PATTERN, POINTS, captured_features, no_point, numbers
 from kwflow.kwargs.positions import Columns, is_mask, select
 from kwflow.kwargs.schema import Spec
+from kwflow.kwargs.signatures import check_sizes
 from kwflow.kwargs.tree import as_int
-from kwflow.show import html as pages
+from kwflow.show import html
 
 Key = tuple[str, int]
 Taken = tuple[Tensor, Tensor, dict[Key, Tensor]]  # of one call or step: numbers and columns (batch, pos), values
-
-
-@dataclass(frozen=True)
-class Picked:
-    """What a selector picks of one call or step: a place for each column, and what is at each place."""
-
-    place_BS: Tensor  # -1: not picked
-    number_BP: Tensor  # the selector's own count (a token position, a place in its list); -1: nothing here
-    column_BP: Tensor
-    count: int  # places: the most that a row has
-    stop: int  # the column behind the call's or step's last
 
 
 class Capture:
@@ -59,42 +48,42 @@ class Capture:
     def __init__(
         self, points: Mapping[str, Any] | None = None, *, at: Any = "all", mean: bool = False, **by_point: Any
     ):
-        given = points if points is not None else {}
-        if not isinstance(given, Mapping) or given.keys() & by_point or type(mean) is not bool:
+        first = points if points is not None else {}
+        if not isinstance(first, Mapping) or first.keys() & by_point or type(mean) is not bool:
             raise KwargError(
                 f"kf.Capture: points={points!r:.60}, mean={mean!r:.20}; give {{point: layers}}, each point once, a bool"
             )
-        wanted = {**given, **by_point}
-        if not wanted:
+        by_point = {**first, **by_point}
+        if not by_point:
             raise KwargError("kf.Capture: say what: kf.Capture(resid=[3, 8], attn=[3])")
-        for point in wanted:
+        for point in by_point:
             if point not in POINTS:
                 raise no_point("kf.Capture", point, POINTS)
-        layers = {point: numbers(given, "layers", "kf.Capture") for point, given in wanted.items()}
-        if layers.get("embed", (0,)) != (0,):
+        layers = {point: numbers(value, "layers", "kf.Capture") for point, value in by_point.items()}
+        if layers.get(EMBED, (0,)) != (0,):
             raise SpanError("kf.Capture: the point 'embed' is the input of layer 0: embed=[0]")
         self.at, self.mean = at, mean
         self._keys: tuple[Key, ...] = tuple(
-            (point, layer) for layer in sorted({n for own in layers.values() for n in own})
+            (point, layer) for layer in sorted(set().union(*layers.values()))
             for point in layers if layer in layers[point]
         )  # fmt: skip
         self._taken: list[Taken] = []
         self._session: Any = None
 
     def __repr__(self) -> str:
-        found = f"{tuple(self.mask.shape)} (batch, pos)" if self._taken else "nothing yet"
-        what = ", ".join(f"{point}={_short(own)}" for point, own in self._layers().items())
-        return f"Capture({what}, at={self.at!r:.40}; {found})"
+        held = f"{tuple(self.mask.shape)} (batch, pos)" if self._taken else "nothing yet"
+        points = ", ".join(f"{point}={_short(layers)}" for point, layers in self._layers().items())
+        return f"Capture({points}, at={self.at!r:.40}; {held})"
 
     def _repr_html_(self) -> str:
         if not self._taken:
-            return pages.page(repr(self))
+            return html.page(repr(self))
         mask = self.mask
         rows = [self._row(point, layers, tuple(mask.shape)) for point, layers in self._layers().items()]
         counts = sorted({int(count) for count in mask.sum(1)})
         held = f"{counts[0]} in each row" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} in a row"
-        said = pages.line(f"positions: {held}; {self.nbytes:,} bytes in all", dim=True)
-        return pages.page(repr(self), pages.table(["point", "layers", "each", "dtype", "bytes"], rows), said)
+        footer = html.line(f"positions: {held}; {self.nbytes:,} bytes in all", dim=True)
+        return html.page(repr(self), html.table(["point", "layers", "each", "dtype", "bytes"], rows), footer)
 
     def _row(self, point: str, layers: list[int], size: tuple[int, ...]) -> list[str]:
         """What is held of a point: its layers have one shape."""
@@ -134,7 +123,7 @@ class Capture:
         if key not in self._keys:
             raise KeyError(f"{key!r} was not captured; acts[point, layer] has {', '.join(map(str, self._keys))}")
         order, _ = self._order()
-        steps = [taken[key] for _, _, taken in self._taken]
+        steps = [values[key] for _, _, values in self._taken]
         widest = max(step.shape[-1] for step in steps)  # a pattern's keys grow from step to step
         values = torch.cat([torch.constant_pad_nd(step, (0, widest - step.shape[-1])) for step in steps], 1)
         index = order.view(*order.shape, *[1] * (values.dim() - 2)).expand(*order.shape, *values.shape[2:])
@@ -157,7 +146,7 @@ class Capture:
         last = torch.iinfo(torch.long).max
         return torch.argsort(torch.where(number >= 0, number, last), dim=1, stable=True)[:, :count], number
 
-    # ---- by the flow and the session
+    # ---- what the flow and the session do
 
     def belong(self, session: Any) -> None:
         """Keep one session's steps together."""
@@ -215,6 +204,24 @@ def _short(layers: list[int]) -> str:
     return f"{layers[0]}..{layers[-1]}" if row else str(layers)
 
 
+# ---- from what a caller gives to what a block gets ---------------------------------------------------------------
+
+
+def spec(features: Features) -> Spec:
+    return Spec(points=(*features.points, *features.captured_only))
+
+
+@dataclass(frozen=True)
+class Picked:
+    """What a selector picks of one call or step: a place for each column, and what is at each place."""
+
+    place_BS: Tensor  # -1: not picked
+    number_BP: Tensor  # the selector's own count (a token position, a place in its list); -1: nothing here
+    column_BP: Tensor
+    count: int  # places: the most that a row has
+    stop: int  # the column behind the call's or step's last
+
+
 def pick(at: Any, columns: Columns) -> Picked:
     """Look a selector up among the columns of one call or step."""
     index = select(at, columns, what="capture")
@@ -241,14 +248,10 @@ def lower(capture: Any, span: tuple[int, int], columns: Columns) -> list[tuple[t
     if not picked.count:
         return []
     whole = picked.count == picked.place_BS.shape[1] and bool((picked.place_BS >= 0).all())
-    what: dict[str, Any] = {"count": picked.count, "mean": capture.mean}
+    columns_kept: dict[str, Any] = {"count": picked.count, "mean": capture.mean}
     if not whole:
-        what["at"] = Axed(picked.place_BS, ("batch", "seq"))
-    return [((layer,), {"point": point, **what}) for point, layer in capture]
-
-
-def spec(features: Features) -> Spec:
-    return Spec(points=(*features.points, *features.looked_at))
+        columns_kept["at"] = Axed(picked.place_BS, ("batch", "seq"))
+    return [((layer,), {"point": point, **columns_kept}) for point, layer in capture]
 
 
 def bind(value: Any, place: Place) -> list[dict[str, Any]]:
@@ -261,8 +264,8 @@ def bind(value: Any, place: Place) -> list[dict[str, Any]]:
 def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str) -> dict[str, Any]:
     """One entry, as a client or a peer gives it."""
     if not isinstance(entry, dict) or entry.get("point") not in points:
-        said = entry.get("point") if isinstance(entry, dict) else entry
-        raise KwargError(f"{what}: no point {said!r:.40} in these blocks; they have {', '.join(points)}")
+        shown = entry.get("point") if isinstance(entry, dict) else entry
+        raise KwargError(f"{what}: no point {shown!r:.40} in these blocks; they have {', '.join(points)}")
     if unknown := [key for key in entry if key not in ("point", "count", "mean", "at")]:
         raise KwargError(f"{what} carries {unknown[0]!r:.40}, which no capture has")
     count, at = entry.get("count"), entry.get("at")
@@ -277,16 +280,19 @@ def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str
     return entry
 
 
+# ---- how they act ------------------------------------------------------------------------------------------------
+
+
 def at_points(entries: Sequence[Mapping[str, Any]], call: LayerCall) -> Mapping[str, Act]:
     """What keeps a layer's activations as it comes by; edits of the same point have acted before."""
     by_point: dict[str, dict[tuple[int, int], Mapping[str, Any]]] = {}
     for number, entry in enumerate(entries):
         by_point.setdefault(entry["point"], {})[call.layer, number] = entry
-    return {point: functools.partial(_keep, call=call, wanted=own) for point, own in by_point.items()}
+    return {point: functools.partial(_keep, call=call, entries=numbered) for point, numbered in by_point.items()}
 
 
-def _keep(activation: Tensor, *, call: LayerCall, wanted: Mapping[tuple[int, int], Mapping[str, Any]]) -> Tensor:
-    for key, entry in wanted.items():
+def _keep(activation: Tensor, *, call: LayerCall, entries: Mapping[tuple[int, int], Mapping[str, Any]]) -> Tensor:
+    for key, entry in entries.items():
         # weights come as (batch, head, seq, key)
         seen = activation.transpose(1, 2) if entry["point"] == PATTERN else activation
         call.captured[key] = take(seen, entry, call.heads)
@@ -295,7 +301,7 @@ def _keep(activation: Tensor, *, call: LayerCall, wanted: Mapping[tuple[int, int
 
 def take(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
     """What a capture brings back of an activation (batch, seq, features): (batch, pos, features)."""
-    x = activation.unflatten(-1, (heads, -1)) if entry["point"] == "head" else activation
+    x = activation.unflatten(-1, (heads, -1)) if POINTS[entry["point"]].by_head else activation
     at = entry.get("at")
     place = None if at is None else at.tensor.to(x.device)
     if entry["mean"]:
@@ -318,5 +324,5 @@ def _lay_out(x: Tensor, place_BS: Tensor, count: int, *, fill: int) -> Tensor:
     source = slots.scatter(1, torch.where(place < 0, count, place), columns)[:, :count]
     shape = (*source.shape, *[1] * (x.dim() - 2))
     index = source.clamp(min=0).view(shape).expand(*source.shape, *x.shape[2:])
-    found = torch.gather(x.expand(rows, *x.shape[1:]), 1, index)
-    return torch.where((source >= 0).view(shape), found, torch.full_like(found, fill))
+    gathered = torch.gather(x.expand(rows, *x.shape[1:]), 1, index)
+    return torch.where((source >= 0).view(shape), gathered, torch.full_like(gathered, fill))

@@ -28,7 +28,7 @@ from kwflow.errors import AxesError, KwargError, SessionError, ShapeError
 from kwflow.kwargs.axes import Axed, describe
 
 _FORMS = "'all', 'prompt', 'generated', 'prompt[-1]', 'prompt[2:5]', a list of positions, or a tensor"
-_MOST = 1 << 17  # positions in a list
+_MAX_POSITIONS = 1 << 17  # positions in a list
 _PROMPT = re.compile(r"prompt\[\s*(-?\d{1,9})\s*\]|prompt\[\s*(-?\d{1,9})?\s*:\s*(-?\d{1,9})?\s*\]")
 
 
@@ -62,8 +62,8 @@ def from_the_end(at: Any) -> bool:
 
 def is_mask(at: Any) -> bool:
     """Whether ``at`` is a bool mask of columns, which numbers them anew in each step."""
-    given = at.tensor if isinstance(at, Axed) else at
-    return str(getattr(given, "dtype", "")).endswith("bool")
+    values = at.tensor if isinstance(at, Axed) else at
+    return str(getattr(values, "dtype", "")).endswith("bool")
 
 
 def token_position(attention_mask: Tensor | None, seq: int) -> Tensor:
@@ -115,12 +115,12 @@ def _phase(at: str, columns: Columns, what: str) -> Tensor:
     inside = there & columns.prompt_S
     if matched is None:
         return torch.where(inside, position, -1)
-    one, first, last = (None if text is None else int(text) for text in matched.groups())
-    if one is not None:
-        wanted = torch.full((1,), one) if one >= 0 else _tokens(at, columns, what) + one
-        if not columns.session or one < 0:
-            _there(wanted, columns, at, what)
-        return torch.where(inside & (position == wanted[:, None]), 0, -1)
+    index, first, last = (None if text is None else int(text) for text in matched.groups())
+    if index is not None:
+        target_B = torch.full((1,), index) if index >= 0 else _tokens(at, columns, what) + index
+        if not columns.session or index < 0:
+            _require(target_B, columns, at, what)
+        return torch.where(inside & (position == target_B[:, None]), 0, -1)
     bounds = [torch.zeros(1, dtype=torch.long) if first is None else torch.full((1,), first)]
     bounds.append(torch.full((1,), torch.iinfo(torch.long).max) if last is None else torch.full((1,), last))
     for number, bound in enumerate((first, last)):
@@ -139,47 +139,48 @@ def _tokens(at: str, columns: Columns, what: str) -> Tensor:
     return columns.prompt_tokens_B
 
 
-def _there(wanted_B: Tensor, columns: Columns, at: Any, what: str) -> None:
+def _require(target_B: Tensor, columns: Columns, at: Any, what: str) -> None:
     """Raise unless every row has the position."""
     tokens_B = columns.prompt_tokens_B
     if tokens_B is None:
         return
-    lacking = ((wanted_B < 0) | (wanted_B >= tokens_B)).nonzero()
+    lacking = ((target_B < 0) | (target_B >= tokens_B)).nonzero()
     if len(lacking):
         row = int(lacking[0])
         raise KwargError(f"{what}: at={at!r}: row {row} has {int(tokens_B[min(row, len(tokens_B) - 1)])} tokens")
 
 
 def _listed(at: Any, columns: Columns, what: str) -> Tensor:
-    given = at if isinstance(at, Sequence) else [at]
-    if len(given) > _MOST or any(isinstance(i, bool) for i in given):
+    items = at if isinstance(at, Sequence) else [at]
+    if len(items) > _MAX_POSITIONS or any(isinstance(item, bool) for item in items):
         raise KwargError(
-            f"{what}: at={at!r:.80}: give at most {_MOST} token positions; bools are a tensor of each row's columns"
+            f"{what}: at={at!r:.80}: give at most {_MAX_POSITIONS} token positions; "
+            f"bools are a tensor of each row's columns"
         )
     try:
-        wanted = [operator.index(i) for i in given]
+        targets = [operator.index(item) for item in items]
     except TypeError:
         raise KwargError(f"{what}: at={at!r:.80} is none of {_FORMS}") from None
-    if not wanted or min(wanted) < 0 or max(wanted) >> 62 or len(set(wanted)) != len(wanted):
+    if not targets or min(targets) < 0 or max(targets) >> 62 or len(set(targets)) != len(targets):
         raise KwargError(f"{what}: at={at!r:.80}: give token positions from 0 on, each once ('prompt[-1]' is the last)")
-    return _numbered(torch.tensor([wanted]), columns, at, what)
+    return _numbered(torch.tensor([targets]), columns, at, what)
 
 
-def _numbered(wanted_BP: Tensor, columns: Columns, at: Any, what: str) -> Tensor:
-    """Number each column by its place among the wanted positions."""
+def _numbered(target_BP: Tensor, columns: Columns, at: Any, what: str) -> Tensor:
+    """Number each column by its place among the target positions."""
     if not columns.session:
-        for wanted_B in wanted_BP.unbind(1):
-            _there(wanted_B, columns, at, what)
-    equal_BSP = columns.position_BS[:, :, None] == wanted_BP[:, None, :]
+        for target_B in target_BP.unbind(1):
+            _require(target_B, columns, at, what)
+    equal_BSP = columns.position_BS[:, :, None] == target_BP[:, None, :]
     return torch.where(equal_BSP.any(2), equal_BSP.int().argmax(2), -1)
 
 
 def _tensor(at: Any, columns: Columns, what: str) -> Tensor:
-    given = at.tensor if isinstance(at, Axed) else at
-    if isinstance(given, Tensor) and is_mapped(given):
+    values = at.tensor if isinstance(at, Axed) else at
+    if isinstance(values, Tensor) and is_mapped(values):
         raise KwargError(f"{what}: at= is mapped over by torch.func.vmap, which hides the positions")
     try:
-        tensor = torch.as_tensor(given, device=columns.position_BS.device)
+        tensor = torch.as_tensor(values, device=columns.position_BS.device)
     except (TypeError, ValueError):
         raise KwargError(f"{what}: at={at!r:.80} is none of {_FORMS}") from None
     forms = (("batch", "seq"),) if tensor.dtype is torch.bool else (("pos",), ("batch", "pos"))
@@ -193,12 +194,12 @@ def _tensor(at: Any, columns: Columns, what: str) -> Tensor:
         return torch.where(inside, inside.long().cumsum(1) - 1, -1)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() > 2:
         raise KwargError(f"{what}: at={describe(tensor)}; give positions (int, 'batch pos' or 'pos') or a bool mask")
-    wanted_BP = tensor.long() if tensor.dim() == 2 else tensor.long().reshape(1, -1)
-    if wanted_BP.shape[0] not in rows and batch != 1:
-        raise ShapeError(f"{what}: at={describe(tensor)} has {wanted_BP.shape[0]} rows, the call {batch}")
-    if wanted_BP.numel() == 0 or bool((wanted_BP < 0).any()):
+    target_BP = tensor.long() if tensor.dim() == 2 else tensor.long().reshape(1, -1)
+    if target_BP.shape[0] not in rows and batch != 1:
+        raise ShapeError(f"{what}: at={describe(tensor)} has {target_BP.shape[0]} rows, the call {batch}")
+    if target_BP.numel() == 0 or bool((target_BP < 0).any()):
         raise KwargError(f"{what}: at={describe(tensor)} holds a negative position, or none")
-    ordered = wanted_BP.sort(1).values
+    ordered = target_BP.sort(1).values
     if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
         raise KwargError(f"{what}: at={describe(tensor)} names a position twice in a row")
-    return _numbered(wanted_BP, columns, at, what)
+    return _numbered(target_BP, columns, at, what)

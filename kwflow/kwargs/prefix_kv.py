@@ -8,22 +8,25 @@ reaches. ``layer_past=`` is the same as Hugging Face gives it. Cast where they a
 caller's dtype. Pure functions; no torch.nn, no network.
 """
 
-# B batch, H key/value head, S seq (columns of this call), P prefix
+# B batch, H key/value head, P prefix, D head size
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kwflow.autograd.transforms import is_mapped, is_wrapped
 from kwflow.errors import KwargError, ShapeError, did_you_mean
-from kwflow.kwargs.axes import Axed, bind_floats, describe
-from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.axes import Axed, describe
 from kwflow.kwargs.kwarg import Features, Place
 from kwflow.kwargs.schema import Spec
+from kwflow.kwargs.signatures import bind_floats
+
+if TYPE_CHECKING:
+    from kwflow.kwargs.bound import Bound
 
 NAME, HUGGING_FACE = "prefix_kv", "layer_past"
 _TAKES = "{'k': tensor, 'v': tensor} with axes 'layer batch kv_head prefix head_dim'"
@@ -32,16 +35,20 @@ _TAKES = "{'k': tensor, 'v': tensor} with axes 'layer batch kv_head prefix head_
 # ---- from what a caller gives to what a block gets ---------------------------------------------------------------
 
 
+def spec(_: Features) -> Spec:
+    return Spec(prefix=_TAKES, by_layer=True)
+
+
 def named(kwargs: Mapping[str, Any], layers: int) -> Mapping[str, Any]:
-    """A caller's kwargs with ``layer_past`` under its own name, stacked. Raises KwargError or ShapeError."""
+    """A caller's kwargs with ``layer_past`` as ``prefix_kv``, stacked. Raises KwargError or ShapeError."""
     if HUGGING_FACE not in kwargs:
         return kwargs
-    own = {name: value for name, value in kwargs.items() if name != HUGGING_FACE}
+    others = {name: value for name, value in kwargs.items() if name != HUGGING_FACE}
     if (past := kwargs[HUGGING_FACE]) is None:
-        return own
-    if own.get(NAME) is not None:
+        return others
+    if others.get(NAME) is not None:
         raise KwargError(f"{NAME} and {HUGGING_FACE} are one kwarg in two forms; give one of them")
-    return {**own, NAME: _stacked(past, layers)}
+    return {**others, NAME: _stacked(past, layers)}
 
 
 def _stacked(past: Any, layers: int) -> dict[str, Tensor]:
@@ -56,8 +63,8 @@ def _stacked(past: Any, layers: int) -> dict[str, Tensor]:
     for number, pair in enumerate(pairs):
         good = isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(t, Tensor) for t in pair)
         if not good or any(t.dim() != 4 for t in pair):
-            said = ", ".join(describe(t) if isinstance(t, Tensor) else str(t)[:40] for t in pair) if good else pair
-            raise KwargError(f"{HUGGING_FACE}[{number}] is ({said!s:.80}); {form}")
+            shown = ", ".join(describe(t) if isinstance(t, Tensor) else str(t)[:40] for t in pair) if good else pair
+            raise KwargError(f"{HUGGING_FACE}[{number}] is ({shown!s:.80}); {form}")
         for t, first in zip(pair, pairs[0], strict=True):
             if t.shape != first.shape or t.dtype != first.dtype:
                 raise ShapeError(
@@ -72,39 +79,31 @@ def _stacked(past: Any, layers: int) -> dict[str, Tensor]:
     return {"k": torch.stack([k for k, _ in pairs]), "v": torch.stack([v for _, v in pairs])}
 
 
-def spec(_: Features) -> Spec:
-    return Spec(prefix=_TAKES, by_layer=True)
-
-
-def bind(value: Any, place: Place) -> dict[str, Axed]:
-    return check(value, place.sizes, place.what, own_layer=place.own_layer)
-
-
 def is_pair(value: Mapping[Any, Any]) -> bool:
     """Whether a dict is the kwarg itself, and not one for each layer."""
     return any(isinstance(key, str) for key in value)
 
 
-def check(given: Any, sizes: Mapping[str, int], what: str, *, own_layer: bool) -> dict[str, Axed]:
-    """``{"k", "v"}`` with axes; also on a worker, of a peer's. ``own_layer``: it is one layer's part.
-
-    Raises KwargError, AxesError or ShapeError.
-    """
-    if not isinstance(given, Mapping):
-        raise KwargError(f"{what} is a {type(given).__name__}; it takes {_TAKES}")
-    for key in given:
+def bind(value: Any, place: Place) -> dict[str, Axed]:
+    """``{"k", "v"}`` with axes; also on a worker, of a peer's. Raises KwargError, AxesError or ShapeError."""
+    what = place.what
+    if not isinstance(value, Mapping):
+        raise KwargError(f"{what} is a {type(value).__name__}; it takes {_TAKES}")
+    for key in value:
         if key not in ("k", "v"):
             raise KwargError(f"{what} has {key!r:.40}; it takes k and v.{did_you_mean(str(key), ('k', 'v'))}")
     free: dict[str, int] = {}  # k's prefix is v's
-    return {key: _leaf(given.get(key), key, sizes, free, f"{what}[{key!r}]", own_layer) for key in ("k", "v")}
+    return {
+        key: _leaf(value.get(key), key, place.sizes, free, f"{what}[{key!r}]", place.single_layer) for key in ("k", "v")
+    }
 
 
-def _leaf(value: Any, key: str, sizes: Mapping[str, int], free: dict[str, int], what: str, own_layer: bool) -> Axed:
+def _leaf(value: Any, key: str, sizes: Mapping[str, int], free: dict[str, int], what: str, single_layer: bool) -> Axed:
     """One of the two; axes that are declared may leave ``batch`` out, and ``layer``: the same for all."""
-    own = "key_dim" if key == "k" else "value_dim"
-    inner = f"kv_head prefix {own if own in sizes else 'head_dim'}"
+    width = "key_dim" if key == "k" else "value_dim"
+    inner = f"kv_head prefix {width if width in sizes else 'head_dim'}"
     layer, batch = ("[layer] ", "[batch] ") if isinstance(value, Axed) else ("layer ", "batch ")
-    form = batch + inner if own_layer else layer + batch + inner
+    form = batch + inner if single_layer else layer + batch + inner
     return bind_floats(value, [form], sizes, free, what=what)
 
 
@@ -113,67 +112,67 @@ def length(bound: Bound) -> int:
 
     Raises KwargError that names the layers without a prefix, ShapeError that names the lengths where they differ.
     """
-    found: dict[int, int] = {}
+    lengths: dict[int, int] = {}  # by layer
     for number, section in enumerate(bound.sections):
         if NAME in section.skeleton:
             layers = range(bound.start, bound.stop) if isinstance(section.layers, str) else section.layers
             columns: int = bound.section(number)[NAME]["k"].size("prefix")
-            found |= dict.fromkeys(layers, columns)
-    if not found:
+            lengths |= dict.fromkeys(layers, columns)
+    if not lengths:
         return 0
-    if lacking := [layer for layer in range(bound.start, bound.stop) if layer not in found]:
+    if lacking := [layer for layer in range(bound.start, bound.stop) if layer not in lengths]:
         raise KwargError(
-            f"{NAME} is given for layers {sorted(found)} and not for {lacking}: "
+            f"{NAME} is given for layers {sorted(lengths)} and not for {lacking}: "
             f"every layer of a call has one of the same length, or none has"
         )
-    first, *others = sorted(set(found.values()))
+    first, *others = sorted(set(lengths.values()))
     if others:
-        said = [f"{size} in layers {sorted(n for n in found if found[n] == size)}" for size in (first, *others)]
-        raise ShapeError(f"{NAME} has prefix = {', '.join(said)}; it is of one length in every layer of a call")
+        shown = [f"{size} in layers {sorted(n for n in lengths if lengths[n] == size)}" for size in (first, *others)]
+        raise ShapeError(f"{NAME} has prefix = {', '.join(shown)}; it is of one length in every layer of a call")
     return first
 
 
 def check_call(bound: Bound) -> None:
     """What holds between a call's prefix and its positions. Raises KwargError or ShapeError."""
-    if ahead := length(bound):
+    if prefix_length := length(bound):
         call = {name: leaf.tensor for name, leaf in bound.call().items()}
-        check_positions(ahead, call.get("position_ids"), call.get("attention_mask"))
+        check_positions(prefix_length, call.get("position_ids"), call.get("attention_mask"))
 
 
-def check_positions(ahead: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
+def check_positions(prefix_length: int, position_ids: Tensor | None, attention_mask: Tensor | None) -> None:
     """Raise KwargError where a token's position is one of the prefix's; the mask has the same columns, or is 4-D."""
-    if position_ids is None or not ahead:
+    if position_ids is None or not prefix_length:
         return
-    given = [position_ids] if attention_mask is None else [position_ids, attention_mask]
-    if any(is_wrapped(t) or t.is_meta for t in given):  # their values cannot be looked at
+    tensors = [position_ids] if attention_mask is None else [position_ids, attention_mask]
+    if any(is_wrapped(t) or t.is_meta for t in tensors):  # their values cannot be looked at
         return
-    inside = position_ids < ahead
+    inside = position_ids < prefix_length
     if attention_mask is not None and attention_mask.dim() == 2:
         inside = inside & attention_mask.bool()
     if bool(inside.any()):
-        lowest = int(torch.where(inside, position_ids, ahead).min())
+        lowest = int(torch.where(inside, position_ids, prefix_length).min())
         raise KwargError(
-            f"position_ids has {lowest} at a token, and {NAME} holds the positions below {ahead}: a call's own start "
-            f"at {ahead} (flow.inputs(texts, prefix={ahead}))"
+            f"position_ids has {lowest} at a token, and {NAME} holds the positions below {prefix_length}: a call's own "
+            f"start at {prefix_length} (flow.inputs(texts, prefix={prefix_length}))"
         )
 
 
 # ---- how it acts -------------------------------------------------------------------------------------------------
 
 
-def before(mask: Tensor | None, ahead: int) -> Tensor | None:
+def before(mask: Tensor | None, prefix_length: int) -> Tensor | None:
     """An attention mask with the prefix's columns, which every token sees."""
-    if mask is None or not ahead:
+    if mask is None or not prefix_length:
         return mask
     blank = mask.new_zeros if mask.is_floating_point() else mask.new_ones
-    return torch.cat([blank(*mask.shape[:-1], ahead), mask], -1)
+    return torch.cat([blank(*mask.shape[:-1], prefix_length), mask], -1)
 
 
-def keys_values(own: Mapping[str, Axed] | None, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
+def keys_values(prefix: Mapping[str, Axed] | None, hidden: Tensor) -> tuple[Tensor, Tensor] | None:
     """One layer's prefix as the keys and values (batch, kv_head, prefix, head_dim) of hidden's rows, in its dtype."""
-    if own is None:
+    if prefix is None:
         return None
-    k_BHPD, v_BHPD = (_rows(own[key], hidden) for key in ("k", "v"))
+    k_BHPD, v_BHPD = (_rows(prefix[key], hidden) for key in ("k", "v"))
     if is_mapped(k_BHPD) or is_mapped(v_BHPD):
         return _mapped_like(k_BHPD, v_BHPD), _mapped_like(v_BHPD, k_BHPD)
     return k_BHPD, v_BHPD

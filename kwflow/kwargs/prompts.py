@@ -8,15 +8,19 @@ Cast to hidden's dtype where they act, so their gradients come back in the calle
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kwflow.errors import KwargError
 from kwflow.kwargs.axes import Axed
-from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.kwarg import Act, Features, LayerCall
+from kwflow.kwargs.points import ENTERING
 from kwflow.kwargs.schema import Spec
+
+if TYPE_CHECKING:
+    from kwflow.kwargs.bound import Bound
 
 _UNSAID = "prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one"
 
@@ -33,10 +37,10 @@ def check_call(bound: Bound) -> None:
 
 
 def at_points(prompts: Axed, call: LayerCall) -> Mapping[str, Act]:
-    where = call.token_position
-    if where is None:
+    token_position = call.token_position
+    if token_position is None:
         raise KwargError(_UNSAID)
-    return {"embed": lambda hidden: add_prompts(hidden, prompts, where)}  # the layer's input, before all else
+    return {ENTERING[0]: lambda hidden: add_prompts(hidden, prompts, token_position)}  # before all else
 
 
 def add_prompts(hidden_BSD: Tensor, prompts: Axed, token_position_BS: Tensor) -> Tensor:

@@ -29,8 +29,8 @@ class Spec:
     @property
     def kind(self) -> str:
         """How it is given: entries that act at points, adapters of projections, a prefix, or values with axes."""
-        named = {"points": self.points, "projections": self.projections, "prefix": self.prefix}
-        return next((kind for kind, said in named.items() if said), "values")
+        declared = {"points": self.points, "projections": self.projections, "prefix": self.prefix}
+        return next((kind for kind, what in declared.items() if what), "values")
 
     @property
     def signatures(self) -> tuple[str, ...]:
@@ -59,20 +59,20 @@ class Scaling:
 
     def of(self, length: int) -> tuple[int, ...]:
         """Which scale a call of this length has."""
-        own = length if self.beyond is not None and length > self.beyond else 0
-        return (*(border for border in self.borders if border < length), own)
+        exact = length if self.beyond is not None and length > self.beyond else 0
+        return (*(border for border in self.borders if border < length), exact)
 
     def joined(self, other: Scaling) -> Scaling:
         """Where layers of both kinds are."""
-        ends = [one.beyond for one in (self, other) if one.beyond is not None]
+        ends = [scaling.beyond for scaling in (self, other) if scaling.beyond is not None]
         return Scaling(tuple(sorted({*self.borders, *other.borders})), min(ends, default=None))
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Scaling:
+    def from_json(cls, data: Mapping[str, Any]) -> Scaling:
         """Raises KwargError, and what else nonsense makes Python raise."""
-        borders, beyond = said.get("borders", []), said.get("beyond")
+        borders, beyond = data.get("borders", []), data.get("beyond")
         if not all(type(length) is int for length in [*borders, *([] if beyond is None else [beyond])]):
-            raise KwargError(f"scaling is {said!r:.80}")
+            raise KwargError(f"scaling is {data!r:.80}")
         return cls(tuple(borders), beyond)
 
 
@@ -92,26 +92,28 @@ class Schema:
             name: {**vars(spec), "forms": [[s, list(k)] for s, k in spec.forms]} for name, spec in self.kwargs.items()
         }
         projections = {name: list(sizes) for name, sizes in self.projections.items()}
-        said = {"kwargs": kwargs, "sizes": dict(self.sizes), "refused": dict(self.refused), "projections": projections}
+        data = {"kwargs": kwargs, "sizes": dict(self.sizes), "refused": dict(self.refused), "projections": projections}
         scaling = {"borders": list(self.scaling.borders), "beyond": self.scaling.beyond}
-        return said if self.scaling == Scaling() else {**said, "scaling": scaling}
+        return data if self.scaling == Scaling() else {**data, "scaling": scaling}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Schema:
+    def from_json(cls, data: Mapping[str, Any]) -> Schema:
         """Raises KwargError, and what else nonsense makes Python raise."""
-        known = vars(Spec())  # a newer worker may say more; what is not known here is left out
+        defaults = vars(Spec())  # a newer worker may say more; what is not known here is left out
         kwargs = {}
-        for name, spec in said["kwargs"].items():
+        for name, spec in data["kwargs"].items():
             spec = {
-                key: tuple(value) if isinstance(value, list) else value for key, value in spec.items() if key in known
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in spec.items()
+                if key in defaults
             }
             forms = tuple((signature, tuple(kinds)) for signature, kinds in spec.pop("forms", ()))
             kwargs[name] = replace(Spec(forms=forms), **spec)
-            if wrong := [key for key, value in vars(kwargs[name]).items() if type(value) is not type(known[key])]:
+            if wrong := [key for key, value in vars(kwargs[name]).items() if type(value) is not type(defaults[key])]:
                 raise KwargError(f"{wrong[0]} of {name!r:.40} is {spec[wrong[0]]!r:.40}")
-        sizes, projections = dict(said["sizes"]), said.get("projections", {})
+        sizes, projections = dict(data["sizes"]), data.get("projections", {})
         projections = {name: (int(a), int(b)) for name, (a, b) in projections.items()}
         if not {"hidden", "head", "head_dim"} <= sizes.keys() or not all(type(size) is int for size in sizes.values()):
             raise KwargError(f"sizes are {sizes!r:.80}")
-        scaling = Scaling.from_json(said.get("scaling", {}))  # an older worker does not say
-        return cls(kwargs, sizes, dict(said["refused"]), projections, scaling)
+        scaling = Scaling.from_json(data.get("scaling", {}))  # an older worker does not say
+        return cls(kwargs, sizes, dict(data["refused"]), projections, scaling)

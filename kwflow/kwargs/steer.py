@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kwflow.kwargs.axes import Axed, spread
 from kwflow.kwargs.kwarg import Act, Features, LayerCall
+from kwflow.kwargs.points import LEAVING
 from kwflow.kwargs.schema import Spec
 
 
@@ -21,10 +22,10 @@ def spec(_: Features) -> Spec:
     return Spec(forms=(("[layer] [batch] [seq] hidden", ("float",)),), bare=False, by_layer=True)
 
 
+def at_points(vector: Axed, _: LayerCall) -> Mapping[str, Act]:
+    return {LEAVING: lambda hidden: add_steer(hidden, vector)}
+
+
 def add_steer(hidden_BSD: Tensor, steer: Axed) -> Tensor:
     """Add a vector to the residual stream: axes any of ``[batch] [seq] hidden``."""
     return hidden_BSD + spread(steer, ("batch", "seq", "hidden")).to(hidden_BSD.device, hidden_BSD.dtype)
-
-
-def at_points(vector: Axed, _: LayerCall) -> Mapping[str, Act]:
-    return {"resid": lambda hidden: add_steer(hidden, vector)}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kwflow.autograd.transforms import is_batched, is_wrapped
+from kwflow.autograd.transforms import is_mapped, is_wrapped
 
 
 class DerivableExperts:
@@ -21,7 +21,7 @@ class DerivableExperts:
     def forward(self, hidden: Tensor, expert: Tensor, weight: Tensor) -> Tensor:
         """hidden (token, hidden), expert (token, chosen) the chosen experts' numbers, weight (token, chosen) theirs."""
         given = (hidden, expert, weight)
-        if any(is_batched(tensor) for tensor in given):
+        if any(is_mapped(tensor) for tensor in given):
             # without control flow, at the price of each token's weights side by side
             return _interface()["batched_mm"](self, *given)
         if hidden.dtype is torch.float64 or any(is_wrapped(tensor) for tensor in given):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from kwflow.errors import KwargError, UnsupportedError
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.edit import Edit, check, lower
+from kwflow.kwargs.points import edited_in
 from kwflow.kwargs.positions import Columns, token_position
 from kwflow.models.families import family_of, layer_list, model_sizes
 from kwflow.models.hooks import edit_hooks
@@ -70,7 +71,7 @@ class _Edited:
         self.span = (0, int(self.config.num_hidden_layers))
         if len(self.layers) != self.span[1]:
             raise KwargError(f"{type(model).__name__} has its layers elsewhere: give it edit=… itself")
-        self.points = ("embed", "resid_pre", *self.family.points, "resid")
+        self.points = edited_in(self.family.points)
         self.handles: list[Any] = []
         self.begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # columns of each cache's first step
         self.first = 0  # columns of the step that runs now, if it begins a cache

@@ -51,14 +51,14 @@ def edit_hooks(
         layer, own = layers[number], bound.for_layer(number)
         if unknown := own.keys() - INSIDE.keys() - {prefix_kv.NAME} | own.keys() & {"capture"}:
             raise KwargError(f"a Hugging Face model has no kwarg {min(unknown)!r} to compare with")
-        adapted = lora.by_projection(own.get("lora") or {}, own.get("ia3") or {})
+        adapted = lora.by_projection(own)
         handles += _adapter_outputs(layer, adapted, shape)
         acts = at_points(own, LayerCall(number, (shape[0], shape[1]), heads, where))
         for point in sorted(acts, key=list(POINTS).index):
             module = layer.get_submodule(family.points[point]) if point in family.points else layer
             handles.append((on_input if POINTS[point].reached == "input" else on_output)(module, acts[point]))
         for name, adapter in adapted.items():  # a head's edits come before what scales the projection's input
-            scaled = functools.partial(lora.before, adapter=adapter, rows=(shape[0], shape[1]))
+            scaled = functools.partial(lora.before, adapter=adapter, batch_seq=(shape[0], shape[1]))
             handles.append(on_input(layer.get_submodule(name), scaled))
     return handles
 

@@ -19,7 +19,7 @@ from kwflow.blocks.patterns import attention_path
 from kwflow.blocks.span import SpanSpec
 from kwflow.errors import ModelError, SpanError
 from kwflow.kwargs.builtin import schema
-from kwflow.kwargs.points import PATTERN
+from kwflow.kwargs.points import PATTERN, edited_in
 from kwflow.kwargs.schema import Schema
 from kwflow.models.experts import derivable_experts
 from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes, unsupported
@@ -174,8 +174,8 @@ def _schema(whole: Any, config: Any, modules: Sequence[nn.Module]) -> Schema:
         model_sizes(config),
         positions=not family.positions,
         refused={"position_ids": family.positions} if family.positions else {},
-        points=("embed", "resid_pre", *family.points, "resid"),
-        looked_at=(PATTERN,) if attention_path(whole, modules[0]) else (),
+        points=edited_in(family.points),
+        captured_only=(PATTERN,) if attention_path(whole, modules[0]) else (),
         projections=projections.common(map(projections.find, modules)),
         scaling=scaling(getattr(whole, whole.base_model_prefix), family),
     )
