@@ -19,11 +19,11 @@ from kwflow.kwargs import prefix_kv as prefix
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.positions import token_positions
 from kwflow.models.families import blank_inputs, family_of, layer_list
-from kwflow.models.files.checkpoint import model_path
+from kwflow.models.files.checkpoint import model_name, model_path
 from kwflow.models.hooks import edit_hooks, on_input, on_output
 from kwflow.models.prepare import cache_argument
 from kwflow.models.quantize import as_pure, mode_of
-from kwflow.models.spans import config_attention, load_span, model_name, quiet
+from kwflow.models.spans import config_attention, load_span, quiet
 from kwflow.show.progress import progress
 
 
