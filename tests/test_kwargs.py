@@ -16,7 +16,8 @@ from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownK
 from kwflow.kwargs import tree
 from kwflow.kwargs.bind import bind_kwargs, check_bound
 from kwflow.kwargs.bound import Bound
-from kwflow.kwargs.builtin import schema
+from kwflow.kwargs.builtin import BUILTIN, schema
+from kwflow.kwargs.points import ENTRIES
 from kwflow.kwargs.schema import Schema, Spec
 from kwflow.wire.message import Message, dumps, loads
 from tests.oracle import assert_bits
@@ -348,3 +349,7 @@ def test_kwargs_that_cannot_be_read_are_the_sender_s_fault(said: Any) -> None:
 def test_what_holds_for_the_whole_call_cannot_differ_by_layer(name: str) -> None:
     with pytest.raises(KwargError, match="whole call"):
         bound(kf.per_layer({11: {name: torch.ones(4, 4).long()}}))
+
+
+def test_what_is_a_list_of_entries_is_what_the_table_lowers() -> None:
+    assert {name for name, row in BUILTIN.items() if row.lower is not None} == ENTRIES

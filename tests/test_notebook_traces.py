@@ -9,7 +9,7 @@ import pytest
 from IPython.core.ultratb import FormattedTB
 
 from kwflow import errors
-from kwflow.show.traces import OWN
+from kwflow.show.traces import PACKAGE
 from tests import tiny
 from tests.tiny import HIDDEN, random
 
@@ -31,7 +31,7 @@ def test_a_misspelt_kwarg_is_short_and_the_message_is_last() -> None:
     lines = shown(raised)
     assert len(lines) < 40 and lines[-1].endswith("Did you mean 'steer'?") and "UnknownKwarg" in lines[-1]
     assert sum(line.startswith("File ") for line in lines) == 2, "the caller's and Flow.__call__"
-    assert any(OWN in line and "Flow.__call__" in line for line in lines)
+    assert any(PACKAGE in line and "Flow.__call__" in line for line in lines)
     assert any("frames left out" in line for line in lines)
 
 

@@ -1,6 +1,6 @@
 """What is wrong with an installation, and how to mend it: the facts behind ``kwflow doctor``.
 
-Imports errors and models.embedded, and nothing heavy: hivemind, torch and transformers are looked at as files, since
+Imports errors and models.files, and nothing heavy: hivemind, torch and transformers are looked at as files, since
 one of them may be what is broken.
 """
 
@@ -82,8 +82,8 @@ def show(findings: Iterable[Finding]) -> None:
 
 
 def _python() -> Iterator[Finding]:
-    version, wanted = platform.python_version(), ((3, 11), (3, 14))
-    ok = wanted[0] <= sys.version_info[:2] < wanted[1]
+    version, supported = platform.python_version(), ((3, 11), (3, 14))
+    ok = supported[0] <= sys.version_info[:2] < supported[1]
     yield Finding("python", ok, f"{version} ({sys.executable})", "" if ok else "use Python 3.11, 3.12 or 3.13")
 
 
@@ -197,8 +197,8 @@ def _machine() -> Iterator[Finding]:
 def _free_memory() -> int | None:
     """Bytes that new processes can use: the kernel's estimate on Linux, all of the memory elsewhere."""
     meminfo = Path("/proc/meminfo")
-    if meminfo.exists() and (found := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)):
-        return int(found[1]) * 1024
+    if meminfo.exists() and (match := re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.M)):
+        return int(match[1]) * 1024
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # no such question on this system
@@ -225,11 +225,11 @@ def _embedded() -> Iterator[Finding]:
 
 def _cache() -> Iterator[Finding]:
     folder = cache_folder()
-    there = next(place for place in (folder, *folder.parents) if place.exists())
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder.exists() else 0
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing).free
     what = f"{folder}: {size / 1e6:.0f} MB used, {free / 1e9:.1f} GB free"
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield Finding("cache", False, f"{what}; not writable", "set KWFLOW_CACHE to a folder that you may write to")
     elif free < GIB and size == 0:
         yield Finding("cache", False, what, "free a gigabyte, or set KWFLOW_CACHE to a folder on another disk")
@@ -241,8 +241,8 @@ def _hub_cache() -> Iterator[Finding]:
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     files = [file for file in folder.glob("models--*/blobs/*") if file.is_file()]
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(there).free
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+    size, free = sum(file.stat().st_size for file in files), shutil.disk_usage(existing).free
     off = (
         ", HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE") else ""
     )
@@ -252,11 +252,11 @@ def _hub_cache() -> Iterator[Finding]:
 def _accelerator() -> Iterator[Finding]:
     """Whether there is an NVIDIA driver, and a torch that can use it, as far as files tell."""
     torch, driver = _package("torch"), Path("/proc/driver/nvidia/version").exists()
-    said = torch / "version.py" if torch else None
-    built = re.search(r"^cuda\b[^=]*= '([\d.]+)'", said.read_text(), re.M) if said and said.is_file() else None
-    has = f"torch is built for {f'CUDA {built[1]}' if built else 'no CUDA'}"
+    file = torch / "version.py" if torch else None
+    built = re.search(r"^cuda\b[^=]*= '([\d.]+)'", file.read_text(), re.M) if file and file.is_file() else None
+    torch_text = f"torch is built for {f'CUDA {built[1]}' if built else 'no CUDA'}"
     mend = "the GPU is not used: install torch's CUDA build, see pytorch.org" if driver and not built else ""
-    yield Finding("accelerator", True, f"{'an NVIDIA driver' if driver else 'no NVIDIA driver'}, {has}", mend)
+    yield Finding("accelerator", True, f"{'an NVIDIA driver' if driver else 'no NVIDIA driver'}, {torch_text}", mend)
 
 
 def _quantized() -> Iterator[Finding]:

@@ -61,20 +61,20 @@ def worker(
     parent = Parent() if supervised else None  # first: from here on this process ends with the one that started it
     try:
         start, stop = parse_span(blocks)
-        own = import_function(block_fn) if block_fn else None
+        function = import_function(block_fn) if block_fn else None
         if parent is not None:
-            own = parent.receive_function() or own
+            function = parent.receive_function() or function
         import torch
 
         from kwflow.models.files.checkpoint import swarm_name
         from kwflow.swarm.serve import load, serve
 
-        called = swarm_name(model, name)
+        swarm_model = swarm_name(model, name)
         torch.set_num_threads(threads)
-        spec = load(model, start, stop, dtype, own, quantize=quantize, device=device)
+        spec = load(model, start, stop, dtype, function, quantize=quantize, device=device)
         peers = parent.receive_peers() if parent is not None else join or []
         work = serve(
-            spec, called, join=peers, listen=listen, port=port, public=public, kv_bytes=kv_mb << 20, parent=parent
+            spec, swarm_model, join=peers, listen=listen, port=port, public=public, kv_bytes=kv_mb << 20, parent=parent
         )
         asyncio.run(work)
     except Exception as error:
@@ -96,8 +96,8 @@ def swarm(
     from kwflow.swarm.local import local_swarm
 
     with local_swarm(model, workers, dtype=dtype, quantize=quantize, device=device, threads=threads) as local:
-        for one in local.workers:
-            print(f"layers {one.span[0]}:{one.span[1]}  pid {one.pid}  {one.addrs[0]}", flush=True)
+        for process in local.workers:
+            print(f"layers {process.span[0]}:{process.span[1]}  pid {process.pid}  {process.addrs[0]}", flush=True)
         print(f"\nkf.connect({model!r}, peers=[{local.peers[0]!r}])\nInterrupt to end.", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()

@@ -101,19 +101,19 @@ def _table(model: ModelRecord, seen: Sequence[Seen], *, plain: bool) -> Table:
     table = Table(title=Text(title), box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
     for name in ("worker", f"0 to {model.layers}", "layers", "version", "dtype", "on"):
         table.add_column(name, no_wrap=True)
-    for one in seen:
-        record, said = one.record, one.hello
+    for worker in seen:
+        record, hello = worker.record, worker.hello
         spans = [(record.start, record.stop)]
         facts = [record.version, "no answer", ""]
-        if said is not None:
-            facts = [said.get("version", ""), _dtype(said), _where(said)]
+        if hello is not None:
+            facts = [hello.get("version", ""), _dtype(hello), _where(hello)]
         cells = [record.peer[-8:], bar(spans, model.layers, plain), f"{record.start}:{record.stop}", *facts]
         table.add_row(*(Text(_safe(cell)) for cell in cells))
-    everyone = [(one.record.start, one.record.stop) for one in seen]
-    missing = gaps(everyone, model.layers)
+    all_spans = [(worker.record.start, worker.record.stop) for worker in seen]
+    missing = gaps(all_spans, model.layers)
     covered = "all" if not missing else f"{model.layers - sum(b - a for a, b in missing)} of {model.layers}"
     table.add_section()
-    table.add_row("together", bar(everyone, model.layers, plain), covered)
+    table.add_row("together", bar(all_spans, model.layers, plain), covered)
     return table
 
 
@@ -131,25 +131,25 @@ def _where(hello: Mapping[str, Any]) -> str:
     return f"{threads} thread{'' if threads == 1 else 's'}"
 
 
-def _safe(said: Any) -> str:
+def _safe(text: Any) -> str:
     """What a stranger wrote, without what a terminal would act on."""
-    return "".join(c if c.isprintable() else "?" for c in str(said)[:400])
+    return "".join(c if c.isprintable() else "?" for c in str(text)[:400])
 
 
 def remarks(model: ModelRecord, seen: Sequence[Seen]) -> list[str]:
     """What a reader should know: layers that nobody serves, workers that do not answer, weights that differ."""
     lines = []
-    missing = gaps([(one.record.start, one.record.stop) for one in seen], model.layers)
+    missing = gaps([(worker.record.start, worker.record.stop) for worker in seen], model.layers)
     if missing:
         lines.append(f"nobody serves layers {', '.join(f'{start}:{stop}' for start, stop in missing)}")
-    silent = [one.record.peer[-8:] for one in seen if one.hello is None]
+    silent = [worker.record.peer[-8:] for worker in seen if worker.hello is None]
     if silent:
         lines.append(f"no answer in {HELLO_SECONDS:g} s from {', '.join(silent)}")
-    weights = {one.record.checkpoint for one in seen if one.record.checkpoint}
+    weights = {worker.record.checkpoint for worker in seen if worker.record.checkpoint}
     if len(weights) > 1:
         lines.append("the workers hold different weights, which a client never mixes:")
         for checkpoint in sorted(weights):
-            holders = [one.record.peer[-8:] for one in seen if one.record.checkpoint == checkpoint]
+            holders = [worker.record.peer[-8:] for worker in seen if worker.record.checkpoint == checkpoint]
             lines.append(f"  {checkpoint[:12]} on {', '.join(holders)}")
     return lines
 

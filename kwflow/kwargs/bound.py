@@ -19,8 +19,7 @@ from kwflow.autograd.transforms import plain
 from kwflow.errors import KwargError
 from kwflow.kwargs import tree
 from kwflow.kwargs.axes import Axed, describe, part, pick_layer, repeat_rows
-from kwflow.kwargs.builtin import ENTRIES
-from kwflow.kwargs.points import captured_features
+from kwflow.kwargs.points import ENTRIES, captured_features
 
 Span = tuple[int, int]
 Layers = str | tuple[int, ...]  # "call": once per call; "layers": shared by the layers; numbers: of those layers alone

@@ -28,7 +28,6 @@ _ROWS = (
     Kwarg("capture", capture.spec, lower=capture.lower, bind=capture.bind, at_points=capture.at_points, joined="not"),
 )
 BUILTIN: Mapping[str, Kwarg] = {row.name: row for row in _ROWS}
-ENTRIES = frozenset(row.name for row in _ROWS if row.lower is not None)  # their values in a layer: a list of entries
 FOLDS = frozenset(row.name for row in _ROWS if row.folds)
 
 _SPECS = {

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kwflow.autograd.transforms import is_wrapped
 from kwflow.errors import KwargError
 from kwflow.kwargs.axes import describe
+from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.kwarg import Features
 from kwflow.kwargs.schema import Spec
-
-if TYPE_CHECKING:
-    from kwflow.kwargs.bound import Bound
 
 
 def mask_spec(_: Features) -> Spec:

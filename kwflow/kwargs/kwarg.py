@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
+from kwflow.kwargs.bound import Bound, Layers, Span
 from kwflow.kwargs.positions import Columns
 from kwflow.kwargs.schema import Spec
-
-if TYPE_CHECKING:  # a Bound reads the table
-    from kwflow.kwargs.bound import Bound, Layers, Span
 
 Projections = Mapping[str, tuple[int, int]]  # by dotted name in the layer: features in and out
 Act = Callable[[Tensor], Tensor]  # of an activation (batch, seq, features), to the same

@@ -13,7 +13,7 @@ caller's dtype. Pure functions; no torch.nn, no network.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from torch import Tensor
 from kwflow.autograd.transforms import is_mapped, is_wrapped
 from kwflow.errors import KwargError, ShapeError, did_you_mean
 from kwflow.kwargs.axes import Axed, describe
+from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.kwarg import Features, Place
 from kwflow.kwargs.schema import Spec
 from kwflow.kwargs.signatures import bind_floats
-
-if TYPE_CHECKING:
-    from kwflow.kwargs.bound import Bound
 
 NAME, HUGGING_FACE = "prefix_kv", "layer_past"
 _TAKES = "{'k': tensor, 'v': tensor} with axes 'layer batch kv_head prefix head_dim'"

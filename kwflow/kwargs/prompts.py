@@ -8,19 +8,16 @@ Cast to hidden's dtype where they act, so their gradients come back in the calle
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kwflow.errors import KwargError
 from kwflow.kwargs.axes import Axed
+from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.kwarg import Act, Features, LayerCall
 from kwflow.kwargs.points import ENTERING
 from kwflow.kwargs.schema import Spec
-
-if TYPE_CHECKING:
-    from kwflow.kwargs.bound import Bound
 
 _UNSAID = "prompts act at token positions, which a 4-D attention_mask leaves unsaid; give a 2-D one"
 

@@ -1,4 +1,4 @@
-"""The client's own part of a model: tokenizer, embeddings, final norm and head, around a stand-in for the layers.
+"""The client's part of a model: tokenizer, embeddings, final norm and head, around a stand-in for the layers.
 
 transformers' forward and generate run unchanged: the layer list holds one stand-in, which hands hidden to whatever
 the bridge (a ContextVar) says: a flow, a session, or nothing at all (embed and head).
@@ -19,119 +19,12 @@ from torch import Tensor, nn
 from kwflow.errors import ModelError, ShapeError, UnsupportedError
 from kwflow.kwargs.axes import describe
 from kwflow.models.families import blank_inputs, family_of, replace_layers
-from kwflow.models.files.checkpoint import Checkpoint
-from kwflow.models.spans import model_name, quiet, read_config, resolve_dtype, skeleton
+from kwflow.models.files.checkpoint import Checkpoint, model_name
+from kwflow.models.spans import quiet, read_config, resolve_dtype, skeleton
 from kwflow.models.weights import Sources, fill_buffers
 
 Bridge = Callable[[Tensor, Mapping[str, Any]], Tensor]
 _bridge: ContextVar[Bridge] = ContextVar("kwflow_bridge")
-
-
-@contextmanager
-def bridged(bridge: Bridge) -> Iterator[None]:
-    """Within, the stand-in layer is ``bridge``."""
-    token = _bridge.set(bridge)
-    try:
-        yield
-    finally:
-        _bridge.reset(token)
-
-
-class StandIn(nn.Module):
-    """The one module in the layer list, in place of all."""
-
-    def __init__(self, tuples: bool):
-        super().__init__()
-        self.tuples = tuples
-
-    def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
-        """A hook here would see what all layers together give, and nothing inside. Raises UnsupportedError."""
-        raise UnsupportedError(
-            "the layers are on the workers, so hooks do not reach them: edit= and steer= act there, and capture= or "
-            "flow.capture brings back what they give"
-        )
-
-    register_forward_pre_hook = register_full_backward_hook = register_forward_hook
-
-    def forward(self, hidden: Tensor, *_: Any, **kwargs: Any) -> Any:
-        bridge = _bridge.get(None)
-        if bridge is None:
-            raise UnsupportedError(
-                "the layers are on the workers: call the model itself, or flow(...), not its base model"
-            )
-        out = bridge(hidden, kwargs)
-        return (out, None) if self.tuples else out
-
-
-def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None) -> Any:
-    """The family's CausalLM with a stand-in for its layers: embeddings, final norm and head are read, frozen."""
-    config, folder = read_config(model)
-    family, target = family_of(config), resolve_dtype(dtype, config)
-    layers, config.num_hidden_layers = config.num_hidden_layers, 1
-    shell, checkpoint = skeleton(config, target), Checkpoint(folder)
-    shell.config.num_hidden_layers = layers
-    replace_layers(getattr(shell, shell.base_model_prefix), family, [StandIn(family.tuples)])
-    fill_buffers(shell, shell)
-    read, _ = Sources(shell, checkpoint, target).read(lambda name: True)
-    shell.load_state_dict(read, strict=False, assign=True)
-    shell.tie_weights()
-    base = getattr(shell, shell.base_model_prefix)
-    missing = [name for name, tensor in [*base.named_parameters(), *base.named_buffers()] if tensor.is_meta]
-    if missing:
-        raise UnsupportedError(f"{folder} has no tensor for {missing[0]!r} of {type(shell).__name__}")
-    return shell.requires_grad_(False).eval()
-
-
-def shared(module: nn.Module, kind: type) -> Any:
-    """A module of class ``kind`` made of the same parts as ``module``: the same tensors, attributes of its own."""
-    made: Any = object.__new__(kind)
-    made.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()})
-    return made
-
-
-def classifier(ends: ModelEnds, changes: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """The family's ForSequenceClassification around the same base model, and what the checkpoint had no tensor for.
-
-    Those are initialised as transformers initialises them, and trainable. ``changes``: of the config.
-    """
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    config = AutoConfig.from_pretrained(ends.folder, **changes)
-    with torch.device("meta"), quiet():
-        model = AutoModelForSequenceClassification.from_config(config)
-    setattr(model, model.base_model_prefix, ends.base)
-    checkpoint = Checkpoint(ends.folder)
-    heads = [name for name, tensor in model.named_parameters() if tensor.is_meta]
-    there = checkpoint.read(set(heads) & set(checkpoint.names()), ends.dtype)
-    for name, tensor in there.items():
-        if tensor.shape != model.get_parameter(name).shape:
-            raise ModelError(
-                f"{name} of {ends.folder} is {tuple(tensor.shape)}; num_labels={config.num_labels} makes it "
-                f"{tuple(model.get_parameter(name).shape)}"
-            )
-    model.load_state_dict(there, strict=False, assign=True)
-    missing = [name for name in heads if name not in there]
-    for owner in dict.fromkeys(name.rpartition(".")[0] for name in missing):
-        module = model.get_submodule(owner).to(ends.dtype).to_empty(device="cpu", recurse=False)
-        model._init_weights(module)
-    model.eval().requires_grad_(False)
-    for name in missing:
-        model.get_parameter(name).requires_grad_(True)
-    return model, missing
-
-
-def layer_dropouts(config: Any) -> list[str]:
-    """What a layer of the model drops out in training, as ``name p``; from the config, which may be changed."""
-    said = config.to_dict()
-    if not any("drop" in name and isinstance(p, float) and p > 0 for name, p in said.items()):
-        return []
-    whole = skeleton(copy.deepcopy(config))
-    layer = getattr(whole, whole.base_model_prefix).get_submodule(family_of(config).layers)[0]
-    found = []
-    for name, module in layer.named_modules():
-        own = {name: module.p} if isinstance(module, nn.Dropout) else vars(module)
-        found += [f"{n} {p}" for n, p in own.items() if "drop" in n and isinstance(p, float) and p > 0]
-    return found
 
 
 class ModelEnds:
@@ -188,14 +81,14 @@ class ModelEnds:
             return hidden
 
         positions = {"position_ids": position_ids} if self.learned and position_ids is not None else {}
-        given: dict[str, Tensor] = {"input_ids": input_ids}
+        inputs: dict[str, Tensor] = {"input_ids": input_ids}
         if before is not None:
             tokens = self.base.get_input_embeddings()(input_ids)
             if before.shape[-1] != tokens.shape[-1]:
                 raise ShapeError(f"{describe(before)} stands before embeddings of width {tokens.shape[-1]}")
-            given = {"inputs_embeds": torch.cat([before.to(tokens.dtype).expand(len(tokens), -1, -1), tokens], 1)}
+            inputs = {"inputs_embeds": torch.cat([before.to(tokens.dtype).expand(len(tokens), -1, -1), tokens], 1)}
         with bridged(keep):
-            self.base(**given, use_cache=False, **positions)
+            self.base(**inputs, use_cache=False, **positions)
         return seen[0]
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -209,3 +102,110 @@ class ModelEnds:
         missing = [name for name, tensor in self.shell.named_parameters() if tensor.is_meta]
         if missing:
             raise UnsupportedError(f"{self.folder} has no tensor for {missing[0]!r} of {type(self.shell).__name__}")
+
+
+def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None) -> Any:
+    """The family's CausalLM with a stand-in for its layers: embeddings, final norm and head are read, frozen."""
+    config, folder = read_config(model)
+    family, target = family_of(config), resolve_dtype(dtype, config)
+    layers, config.num_hidden_layers = config.num_hidden_layers, 1
+    shell, checkpoint = skeleton(config, target), Checkpoint(folder)
+    shell.config.num_hidden_layers = layers
+    replace_layers(getattr(shell, shell.base_model_prefix), family, [StandIn(family.tuples)])
+    fill_buffers(shell, shell)
+    tensors, _ = Sources(shell, checkpoint, target).read(lambda name: True)
+    shell.load_state_dict(tensors, strict=False, assign=True)
+    shell.tie_weights()
+    base = getattr(shell, shell.base_model_prefix)
+    missing = [name for name, tensor in [*base.named_parameters(), *base.named_buffers()] if tensor.is_meta]
+    if missing:
+        raise UnsupportedError(f"{folder} has no tensor for {missing[0]!r} of {type(shell).__name__}")
+    return shell.requires_grad_(False).eval()
+
+
+@contextmanager
+def bridged(bridge: Bridge) -> Iterator[None]:
+    """Within, the stand-in layer is ``bridge``."""
+    token = _bridge.set(bridge)
+    try:
+        yield
+    finally:
+        _bridge.reset(token)
+
+
+class StandIn(nn.Module):
+    """The one module in the layer list, in place of all."""
+
+    def __init__(self, tuples: bool):
+        super().__init__()
+        self.tuples = tuples
+
+    def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
+        """A hook here would see what all layers together give, and nothing inside. Raises UnsupportedError."""
+        raise UnsupportedError(
+            "the layers are on the workers, so hooks do not reach them: edit= and steer= act there, and capture= or "
+            "flow.capture brings back what they give"
+        )
+
+    register_forward_pre_hook = register_full_backward_hook = register_forward_hook
+
+    def forward(self, hidden: Tensor, *_: Any, **kwargs: Any) -> Any:
+        bridge = _bridge.get(None)
+        if bridge is None:
+            raise UnsupportedError(
+                "the layers are on the workers: call the model itself, or flow(...), not its base model"
+            )
+        out = bridge(hidden, kwargs)
+        return (out, None) if self.tuples else out
+
+
+def shared(module: nn.Module, kind: type) -> Any:
+    """A module of class ``kind`` with ``module``'s tensors and submodules; what is set on one is not on the other."""
+    copied: Any = object.__new__(kind)
+    copied.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()})
+    return copied
+
+
+def classifier(ends: ModelEnds, changes: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """The family's ForSequenceClassification around the same base model, and what the checkpoint had no tensor for.
+
+    Those are initialised as transformers initialises them, and trainable. ``changes``: of the config.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(ends.folder, **changes)
+    with torch.device("meta"), quiet():
+        model = AutoModelForSequenceClassification.from_config(config)
+    setattr(model, model.base_model_prefix, ends.base)
+    checkpoint = Checkpoint(ends.folder)
+    heads = [name for name, tensor in model.named_parameters() if tensor.is_meta]
+    tensors = checkpoint.read(set(heads) & set(checkpoint.names()), ends.dtype)
+    for name, tensor in tensors.items():
+        if tensor.shape != model.get_parameter(name).shape:
+            raise ModelError(
+                f"{name} of {ends.folder} is {tuple(tensor.shape)}; num_labels={config.num_labels} makes it "
+                f"{tuple(model.get_parameter(name).shape)}"
+            )
+    model.load_state_dict(tensors, strict=False, assign=True)
+    missing = [name for name in heads if name not in tensors]
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in missing):
+        module = model.get_submodule(owner).to(ends.dtype).to_empty(device="cpu", recurse=False)
+        model._init_weights(module)
+    model.eval().requires_grad_(False)
+    for name in missing:
+        model.get_parameter(name).requires_grad_(True)
+    return model, missing
+
+
+def layer_dropouts(config: Any) -> list[str]:
+    """What a layer of the model drops out in training, as ``name p``; from the config, which may be changed."""
+    values = config.to_dict()
+    if not any("drop" in name and isinstance(p, float) and p > 0 for name, p in values.items()):
+        return []
+    model = skeleton(copy.deepcopy(config))
+    layer = getattr(model, model.base_model_prefix).get_submodule(family_of(config).layers)[0]
+    dropouts = []
+    for name, module in layer.named_modules():
+        attributes = {name: module.p} if isinstance(module, nn.Dropout) else vars(module)
+        dropouts += [f"{n} {p}" for n, p in attributes.items() if "drop" in n and isinstance(p, float) and p > 0]
+    return dropouts

@@ -2,6 +2,7 @@
 
 A row says where the layers are, what positions mean, and where the points of a layer are; the layer itself is
 transformers' own, and what it needs besides hidden is made by transformers' own forward (``kwflow.models.prepare``).
+Imports transformers only for the names of its classes, inside a function.
 
 To add a family: write its row in FAMILIES and a config of four small layers in ``tests/configs.py``, then run
 ``pytest tests/test_every_family.py -k NAME`` and ``python -m benchmarks.families --only NAME``. A row of a model like
@@ -12,7 +13,7 @@ llama is ``Family()``. Otherwise look in ``transformers/models/NAME/modeling_NAM
 - the base model's ``forward``: does it take ``position_ids``, and do they reach the layers? If not, say why in
   ``positions``. Does it unpack what a layer returns (``outputs[0]``)? Then ``tuples=True``;
 - the layer's ``__init__``: ``attn``, ``mlp`` and ``out``, the last Linear of the attention;
-- a ``torch.autograd.Function`` without ``setup_context`` has no torch.func rule: ``mend`` swaps the same arithmetic in.
+- a ``torch.autograd.Function`` without ``setup_context`` has no torch.func rule: ``patch`` puts the same arithmetic in.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Family:
     counts_mask: bool = False  # the model's own forward takes learned positions from the mask where none are given
     four_d: str = ""  # why a 4-D attention_mask is refused; empty: the blocks take one
     tuples: bool = False  # the model expects a tuple from each layer
-    mend: Callable[[nn.Module], None] = lambda layer: None
+    patch: Callable[[nn.Module], None] = lambda layer: None  # done to each layer after its weights are read
     vary: Callable[[Family, Any], Family] = lambda family, config: family  # what this config changes in the row
     kv: Callable[[Any], Mapping[str, int]] | None = None  # sizes of keys and values, where a config says them elsewhere
 
@@ -96,7 +97,7 @@ def _summing_apart(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def falcon(family: Family, config: Any) -> Family:
-    """Falcon models have rotary positions or ALiBi; their keys are those of every head, of groups, or of one."""
+    """Falcon models have rotary positions or ALiBi."""
     if not config.alibi:
         return family
     mask = "this model adds its ALiBi to the mask that it makes from a 2-D one"
@@ -104,8 +105,9 @@ def falcon(family: Family, config: Any) -> Family:
 
 
 def falcon_kv(config: Any) -> Mapping[str, int]:
-    one = config.multi_query and not config.new_decoder_architecture
-    return {"kv_head": 1 if one else config.num_attention_heads}
+    """Falcon's keys are those of every head or of groups, both repeated to every head, or of one head."""
+    one_head = config.multi_query and not config.new_decoder_architecture
+    return {"kv_head": 1 if one_head else config.num_attention_heads}
 
 
 def latent_kv(config: Any) -> Mapping[str, int]:
@@ -126,7 +128,7 @@ _BLOOM = Family(
     out="self_attention.dense",
     positions=ALIBI,
     tuples=True,
-    mend=plain_gelu,
+    patch=plain_gelu,
 )
 _FALCON = Family(
     layers="h",
@@ -135,7 +137,7 @@ _FALCON = Family(
     tuples=True,
     vary=falcon,
     kv=falcon_kv,
-    mend=sums_apart,
+    patch=sums_apart,
 )
 _MPT = Family(
     layers="blocks",
@@ -233,8 +235,8 @@ def family_of(config: Any) -> Family:
 
 def unsupported(name: str, why: str) -> UnsupportedError:
     """The error for a model_type without a row."""
-    said = f"model_type {name!r} is not supported{f': {why}' if why else ' yet'}"
-    return UnsupportedError(f"{said}; supported: {', '.join(sorted(FAMILIES))}.{did_you_mean(name, FAMILIES)}")
+    message = f"model_type {name!r} is not supported{f': {why}' if why else ' yet'}"
+    return UnsupportedError(f"{message}; supported: {', '.join(sorted(FAMILIES))}.{did_you_mean(name, FAMILIES)}")
 
 
 def why_not(config: Any) -> str:

@@ -73,10 +73,10 @@ class _Edited:
             raise KwargError(f"{type(model).__name__} has its layers elsewhere: give it edit=… itself")
         self.points = edited_in(self.family.points)
         self.handles: list[Any] = []
-        self.begun: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # columns of each cache's first step
-        self.first = 0  # columns of the step that runs now, if it begins a cache
-        self.prompt: int | None = None  # columns of the prompt of the generate call that runs now
-        self.tokens: Tensor | None = None  # tokens of each of its rows' prompts, if its mask says so
+        self.first_columns_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # columns of each cache's first step
+        self.first_columns = 0  # columns of the step that runs now, if it begins a cache
+        self.prompt_columns: int | None = None  # columns of the prompt of the generate call that runs now
+        self.prompt_tokens: Tensor | None = None  # tokens of each of its rows' prompts, if its mask says so
 
     def generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """The model's generate, with its prompt known to the forwards in it."""
@@ -86,12 +86,12 @@ class _Edited:
             call = arguments(generate, args, kwargs)
             embeds, mask = call.get("inputs_embeds"), call.get("attention_mask")
             ids = call.get("input_ids", call.get("inputs")) if embeds is None else embeds
-            self.prompt = ids.shape[1] if isinstance(ids, Tensor) else 1
-            self.tokens = mask.long().sum(1).cpu() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+            self.prompt_columns = ids.shape[1] if isinstance(ids, Tensor) else 1
+            self.prompt_tokens = mask.long().sum(1).cpu() if isinstance(mask, Tensor) and mask.dim() == 2 else None
             try:
                 return generate(*args, **kwargs)
             finally:
-                self.prompt = self.tokens = None
+                self.prompt_columns = self.prompt_tokens = None
 
         return with_prompt
 
@@ -113,10 +113,10 @@ class _Edited:
     def after(self, _: nn.Module, __: Any, out: Any) -> None:
         """Take the edits away, also after an error; remember a cache that begins here."""
         self._remove()
-        found = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else ()
-        for cache in (value for value in found if hasattr(value, "get_seq_length")):
-            if self.first:
-                self.begun[cache] = self.first
+        outputs = out.values() if isinstance(out, Mapping) else out if isinstance(out, tuple) else ()
+        for cache in (value for value in outputs if hasattr(value, "get_seq_length")):
+            if self.first_columns:
+                self.first_columns_of[cache] = self.first_columns
 
     def _remove(self) -> None:
         for handle in self.handles:
@@ -130,9 +130,9 @@ class _Edited:
         if mask is not None and not (isinstance(mask, Tensor) and mask.dim() in (2, 4)):
             raise UnsupportedError(f"as_hooks: attention_mask is a {type(mask).__name__}; a 2-D one says the positions")
         past = 0 if cache is None else int(cache.get_seq_length())
-        self.first = 0 if past else seq
+        self.first_columns = 0 if past else seq
         mask = mask.cpu() if isinstance(mask, Tensor) else None
-        if cache is None and not call.get("use_cache") and self.prompt is None:
+        if cache is None and not call.get("use_cache") and self.prompt_columns is None:
             return Columns.of_call(mask, seq)
         number, counted = torch.arange(past, past + seq), mask is None or mask.dim() == 2
         if mask is None or not counted:
@@ -142,13 +142,13 @@ class _Edited:
             raise UnsupportedError(f"as_hooks: {what}")
         else:
             position_BS = token_position(mask, seq)
-        prompt = self._begun(cache, past, seq) if self.prompt is None else self.prompt
-        tokens = self._tokens(mask, prompt, batch)
+        prompt = self._prompt_columns(cache, past, seq) if self.prompt_columns is None else self.prompt_columns
+        tokens = self._prompt_tokens(mask, prompt, batch)
         return Columns(position_BS, number < prompt, tokens, start=past, session=True, counted=counted)
 
-    def _begun(self, cache: Any, past: int, seq: int) -> int:
+    def _prompt_columns(self, cache: Any, past: int, seq: int) -> int:
         """Columns of a cache's first step, its prompt. Raises UnsupportedError where an edit asks and none can tell."""
-        known = self.begun.get(cache) if past else seq
+        known = self.first_columns_of.get(cache) if past else seq
         if known is not None and (not past or seq == 1):
             return known
         if phases := [edit.at for edit in self.edits if isinstance(edit.at, str) and edit.at != "all"]:
@@ -158,10 +158,10 @@ class _Edited:
             )
         return past + seq
 
-    def _tokens(self, mask: Tensor | None, prompt: int, batch: int) -> Tensor | None:
+    def _prompt_tokens(self, mask: Tensor | None, prompt: int, batch: int) -> Tensor | None:
         """Tokens of each row's prompt; None: not known."""
-        if self.tokens is not None:  # of generate's own mask; its rows are repeated for beams and samples
-            return self.tokens.repeat_interleave(batch // len(self.tokens))
+        if self.prompt_tokens is not None:  # of generate's own mask; its rows are repeated for beams and samples
+            return self.prompt_tokens.repeat_interleave(batch // len(self.prompt_tokens))
         if mask is None:
             return torch.full((1,), prompt)
         return mask[:, :prompt].long().sum(1) if mask.shape[1] >= prompt else None

@@ -1,4 +1,7 @@
-"""The built-in kwargs done by plain hooks on a Hugging Face model's own modules: what a reference compares with."""
+"""The built-in kwargs done by plain hooks on a Hugging Face model's own modules: what a reference compares with.
+
+Imports no transformers: the caller has the model.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,38 @@ from kwflow.models.families import Family
 Change = Callable[[Tensor], Tensor]
 
 
+def edit_hooks(
+    layers: nn.ModuleList, family: Family, heads: int, bound: Bound, token_position: Tensor | None, shape: torch.Size
+) -> list[Any]:
+    """Hooks for the kwargs of ``bound``'s layers, in the order in which a block does them; handles to remove them.
+
+    ``token_position``: (batch, seq); ``shape``: of hidden. A prefix_kv is not a hook's, but a cache's. Raises
+    KwargError for kwargs that no hook can do.
+    """
+    handles = []
+    for number in range(bound.start, bound.stop):
+        layer, layer_kwargs = layers[number], bound.for_layer(number)
+        if unknown := layer_kwargs.keys() - INSIDE.keys() - {prefix_kv.NAME} | layer_kwargs.keys() & {"capture"}:
+            raise KwargError(f"a Hugging Face model has no kwarg {min(unknown)!r} to compare with")
+        adapters = lora.by_projection(layer_kwargs)
+        handles += _adapter_outputs(layer, adapters, shape)
+        acts = at_points(layer_kwargs, LayerCall(number, (shape[0], shape[1]), heads, token_position))
+        for point in sorted(acts, key=list(POINTS).index):
+            module = layer.get_submodule(family.points[point]) if point in family.points else layer
+            handles.append((on_input if POINTS[point].reached == "input" else on_output)(module, acts[point]))
+        for name, adapter in adapters.items():  # a head's edits come before what scales the projection's input
+            scale = functools.partial(lora.before, adapter=adapter, batch_seq=(shape[0], shape[1]))
+            handles.append(on_input(layer.get_submodule(name), scale))
+    return handles
+
+
+def _adapter_outputs(layer: nn.Module, adapters: Mapping[str, lora.Adapter], shape: torch.Size) -> list[Any]:
+    def hook(adapter: lora.Adapter) -> Any:
+        return lambda _, args, out: lora.after(out, args[0], adapter, (shape[0], shape[1]))
+
+    return [layer.get_submodule(name).register_forward_hook(hook(adapter)) for name, adapter in adapters.items()]
+
+
 def on_input(module: nn.Module, change: Change) -> Any:
     """Change a module's first argument."""
 
@@ -36,35 +71,3 @@ def on_output(module: nn.Module, change: Change) -> Any:
         return (change(out[0]), *out[1:]) if isinstance(out, tuple) else change(out)
 
     return module.register_forward_hook(hook)
-
-
-def edit_hooks(
-    layers: nn.ModuleList, family: Family, heads: int, bound: Bound, where: Tensor | None, shape: torch.Size
-) -> list[Any]:
-    """Hooks for the kwargs of ``bound``'s layers, in the order in which a block does them; handles to remove them.
-
-    ``where``: token positions (batch, seq); ``shape``: of hidden. A prefix_kv is not a hook's, but a cache's. Raises
-    KwargError for kwargs that no hook can do.
-    """
-    handles = []
-    for number in range(bound.start, bound.stop):
-        layer, own = layers[number], bound.for_layer(number)
-        if unknown := own.keys() - INSIDE.keys() - {prefix_kv.NAME} | own.keys() & {"capture"}:
-            raise KwargError(f"a Hugging Face model has no kwarg {min(unknown)!r} to compare with")
-        adapted = lora.by_projection(own)
-        handles += _adapter_outputs(layer, adapted, shape)
-        acts = at_points(own, LayerCall(number, (shape[0], shape[1]), heads, where))
-        for point in sorted(acts, key=list(POINTS).index):
-            module = layer.get_submodule(family.points[point]) if point in family.points else layer
-            handles.append((on_input if POINTS[point].reached == "input" else on_output)(module, acts[point]))
-        for name, adapter in adapted.items():  # a head's edits come before what scales the projection's input
-            scaled = functools.partial(lora.before, adapter=adapter, batch_seq=(shape[0], shape[1]))
-            handles.append(on_input(layer.get_submodule(name), scaled))
-    return handles
-
-
-def _adapter_outputs(layer: nn.Module, adapted: Mapping[str, lora.Adapter], shape: torch.Size) -> list[Any]:
-    def hook(adapter: lora.Adapter) -> Any:
-        return lambda _, args, out: lora.after(out, args[0], adapter, (shape[0], shape[1]))
-
-    return [layer.get_submodule(name).register_forward_hook(hook(own)) for name, own in adapted.items()]

@@ -59,19 +59,23 @@ def config(mode: str, dtype: torch.dtype) -> Any:
 
 def mode_of(model: Any) -> str:
     """How a Hugging Face model is quantized, in a worker's words; what no worker runs says how it differs."""
-    said = getattr(model.config, "quantization_config", None)
-    if said is None:
+    quantization = getattr(model.config, "quantization_config", None)
+    if quantization is None:
         return ""
-    if getattr(said, "load_in_8bit", False):
-        return "int8" if said.llm_int8_threshold == 0.0 else f"int8 with threshold {said.llm_int8_threshold:g}"
-    if getattr(said, "load_in_4bit", False):
+    if getattr(quantization, "load_in_8bit", False):
+        return (
+            "int8"
+            if quantization.llm_int8_threshold == 0.0
+            else f"int8 with threshold {quantization.llm_int8_threshold:g}"
+        )
+    if getattr(quantization, "load_in_4bit", False):
         dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-        other = {
-            f"computed in {said.bnb_4bit_compute_dtype}": said.bnb_4bit_compute_dtype != dtype,
-            "with double quantization": said.bnb_4bit_use_double_quant,
+        deviations = {
+            f"computed in {quantization.bnb_4bit_compute_dtype}": quantization.bnb_4bit_compute_dtype != dtype,
+            "with double quantization": quantization.bnb_4bit_use_double_quant,
         }
-        return " ".join([said.bnb_4bit_quant_type, *(how for how, differs in other.items() if differs)])
-    return str(getattr(said, "quant_method", "quantized"))
+        return " ".join([quantization.bnb_4bit_quant_type, *(how for how, differs in deviations.items() if differs)])
+    return str(getattr(quantization, "quant_method", "quantized"))
 
 
 def kept_modules(model: Any) -> list[str]:

@@ -58,11 +58,11 @@ class Sources:
         """
         chosen = {target: sources for target, sources in self._of.items() if wanted(target)}
         raw = self.checkpoint.read(source for sources in chosen.values() for source, _ in sources)
-        made: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for target, sources in chosen.items():
             cast = {source: raw[source].to(self._dtype(target)) for source, _ in sources}
-            made.update(self._convert(target, sources, cast))
-        return made, raw
+            tensors.update(self._convert(target, sources, cast))
+        return tensors, raw
 
     def _dtype(self, target: str) -> torch.dtype:
         """As from_pretrained: the skeleton's, and float32 for what transformers keeps in it; float64 is throughout."""
@@ -71,16 +71,16 @@ class Sources:
         return torch.float32 if self._float32 and self._float32.search(target) else self._meta[target].dtype
 
     def _convert(
-        self, target: str, sources: list[tuple[str, str | None]], read: Mapping[str, Tensor]
+        self, target: str, sources: list[tuple[str, str | None]], raw: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         pattern = sources[0][1]
         if pattern is None:
-            return {target: read[sources[0][0]]}
+            return {target: raw[sources[0][0]]}
         converter = copy.deepcopy(self._converters[pattern])
-        for source, own in sources:
-            assert own is not None
-            future: Any = read[source]  # transformers takes tensors that are still being read, and tensors
-            converter.add_tensor(target, source, own, future)
+        for source, source_pattern in sources:
+            assert source_pattern is not None
+            future: Any = raw[source]  # transformers takes tensors that are still being read, and tensors
+            converter.add_tensor(target, source, source_pattern, future)
         try:
             converted = converter.convert(target, model=self.model, config=self.model.config)
         except Exception as error:
@@ -99,10 +99,10 @@ def fill_buffers(model: Any, outer: Any, *, skip: Any = None) -> None:
     with torch.no_grad():
         skipped = set(() if skip is None else skip.modules())
         for module in (inner for inner in outer.modules() if inner not in skipped):
-            own = dict(module.named_buffers(recurse=False))
-            missing = [name for name in own if own[name].is_meta and name in module._non_persistent_buffers_set]
+            buffers = dict(module.named_buffers(recurse=False))
+            missing = [name for name in buffers if buffers[name].is_meta and name in module._non_persistent_buffers_set]
             for name in missing:
-                empty = torch.empty_like(own[name], device="cpu")
+                empty = torch.empty_like(buffers[name], device="cpu")
                 module._buffers[name] = empty.fill_(float("nan")) if empty.is_floating_point() else empty
             if missing:
                 model._init_weights(module)

@@ -6,16 +6,16 @@ runs in a thread of its own, so that the notebook's cells go on. Imports ipywidg
 
 from __future__ import annotations
 
-import html
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from kwflow.errors import KwargError, KwflowError, SpanError
-from kwflow.notebook.panels import WIDE, at_once, inside, said, shown, widgets_for
-from kwflow.show import html as pages
+from kwflow.notebook.panels import WIDE, at_once, descendants, mimebundle, status_line, widgets_for
+from kwflow.show import html
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,9 +55,9 @@ def _by_name(vectors: Any) -> dict[str, Vectors]:
     from kwflow.research.vectors import Vectors
 
     named = {"the vector": vectors} if isinstance(vectors, Vectors) else vectors
-    if not isinstance(named, Mapping) or not named or not all(isinstance(one, Vectors) for one in named.values()):
+    if not isinstance(named, Mapping) or not named or not all(isinstance(value, Vectors) for value in named.values()):
         raise KwargError(f"steer_lab takes kf.steering vectors, one or {{name: vectors}}, got {vectors!r:.60}")
-    return {str(name): one for name, one in named.items()}
+    return {str(name): value for name, value in named.items()}
 
 
 @dataclass
@@ -96,18 +96,18 @@ class SteerLab:
         self._turn = threading.Lock()  # between the buttons and the thread that writes
         self._sizes: tuple[tuple[str, str], dict[int, float]] | None = None  # of the last prompt and point
 
-        wide, own = widgets.Layout(width="calc(100% - 6px)"), {"description_width": "4.5em"}
-        self.prompt = widgets.Textarea(prompt, description="prompt", rows=2, layout=wide, style=own)
-        self.vector = widgets.Dropdown(options=list(vectors), description="vector", style=own)
-        self.at = widgets.Dropdown(options=list(PLACES.items()), description="acts on", style=own)
-        self.new_tokens = widgets.BoundedIntText(40, min=1, max=2000, description="tokens", style=own)
-        self.layer = widgets.SelectionSlider(options=[0], description="layer", layout=wide, style=own)
+        wide, style = widgets.Layout(width="calc(100% - 6px)"), {"description_width": "4.5em"}
+        self.prompt = widgets.Textarea(prompt, description="prompt", rows=2, layout=wide, style=style)
+        self.vector = widgets.Dropdown(options=list(vectors), description="vector", style=style)
+        self.at = widgets.Dropdown(options=list(PLACES.items()), description="acts on", style=style)
+        self.new_tokens = widgets.BoundedIntText(40, min=1, max=2000, description="tokens", style=style)
+        self.layer = widgets.SelectionSlider(options=[0], description="layer", layout=wide, style=style)
         self.strength = widgets.FloatSlider(
-            0.2, min=-STRONGEST, max=STRONGEST, step=0.01, description="strength", layout=wide, style=own
+            0.2, min=-STRONGEST, max=STRONGEST, step=0.01, description="strength", layout=wide, style=style
         )
         self.go = widgets.Button(description="Generate", button_style="primary")
         self.stop = widgets.Button(description="Stop", disabled=True)
-        self.status = widgets.HTML(said("strength: a share of the residual stream's own size at the layer"))
+        self.status = widgets.HTML(status_line("strength: a share of the residual stream's own size at the layer"))
         self.baseline, self.steered = (widgets.HTML(layout=widgets.Layout(flex="1 1 0", min_width="0")) for _ in "ab")
         row = widgets.Layout(width="100%", align_items="center", grid_gap="0 1em")
         self.box = widgets.VBox(
@@ -120,8 +120,8 @@ class SteerLab:
             ],
             layout=widgets.Layout(width="100%", max_width=WIDE),
         )
-        self.vector.observe(self._of_another_vector, "value")
-        self._of_another_vector()
+        self.vector.observe(self._vector_changed, "value")
+        self._vector_changed()
         self.go.on_click(self._begin)
         self.stop.on_click(lambda _: self._end("stopped"))
         at_once(self.box)
@@ -137,7 +137,7 @@ class SteerLab:
     def close(self) -> None:
         """Stop, and take the panel away."""
         self._end("closed")
-        for widget in (*inside(self.box), self.box):
+        for widget in (*descendants(self.box), self.box):
             widget.close()
 
     def __repr__(self) -> str:
@@ -146,23 +146,23 @@ class SteerLab:
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
         about = f"{self.vector.value}, layer {self.layer.value}, strength {self.strength.value:g}, {self.at.label}"
         rows = [[name, self.prompt.value + text] for name, text in zip(("baseline", about), self.texts, strict=True)]
-        note = pages.line("a panel with sliders, where a kernel runs", dim=True)
-        page = pages.page("steer_lab", pages.table(["", "text"], rows), note)
-        return shown(self.box, repr(self), page, **kwargs)
+        note = html.line("a panel with sliders, where a kernel runs", dim=True)
+        page = html.page("steer_lab", html.table(["", "text"], rows), note)
+        return mimebundle(self.box, repr(self), page, **kwargs)
 
     # ---- what is asked for
 
     def _layers(self, name: str) -> list[int]:
         vectors = self._vectors[name]
-        if not (found := [n for n in vectors.layers if n < self.flow.stop]):
+        if not (layers := [n for n in vectors.layers if n < self.flow.stop]):
             raise SpanError(f"steer_lab: {name!r} has layers {list(vectors.layers)}, the flow 0:{self.flow.stop}")
-        return found
+        return layers
 
-    def _of_another_vector(self, *_: Any) -> None:
+    def _vector_changed(self, *_: Any) -> None:
         """Offer the layers that the chosen vector has; of a new panel the middle one, else the nearest."""
-        layers, was = self._layers(self.vector.value), self.layer.value
+        layers, previous = self._layers(self.vector.value), self.layer.value
         first = self.layer.options == (0,)
-        nearest = layers[len(layers) // 2] if first else min(layers, key=lambda n: abs(n - was))
+        nearest = layers[len(layers) // 2] if first else min(layers, key=lambda n: abs(n - previous))
         self.layer.options = layers
         self.layer.value = nearest
 
@@ -175,7 +175,7 @@ class SteerLab:
         )
         with self._turn:
             self._run, self.stop.disabled, self.texts, self.ids = run, False, ("", ""), None
-            self._tell(said("reading the prompt …"))
+            self._set_status(status_line("reading the prompt …"))
             self._show(run)
         self._thread = threading.Thread(target=self._write, args=(run,), name="kwflow-steer-lab", daemon=True)
         self._thread.start()
@@ -186,7 +186,7 @@ class SteerLab:
             run, self._run, self.stop.disabled = self._run, None, True
             if run is not None:
                 run.stopped = True
-                self._tell(said(f"{why} after {len(run.tokens)} tokens"))
+                self._set_status(status_line(f"{why} after {len(run.tokens)} tokens"))
                 if run.session is not None:
                     run.session.close()
 
@@ -196,17 +196,17 @@ class SteerLab:
         began = time.monotonic()
         try:
             self._generate(run)
-            last, wrong = f"{len(run.tokens)} tokens in {time.monotonic() - began:.1f} s", False
+            message, wrong = f"{len(run.tokens)} tokens in {time.monotonic() - began:.1f} s", False
         except Exception as error:  # noqa: BLE001  said in the panel, which nobody awaits
             kind = "" if isinstance(error, KwflowError) else f"{type(error).__name__}: "
-            last, wrong = f"{kind}{error}", True
+            message, wrong = f"{kind}{error}", True
         finally:
             if run.session is not None:
                 run.session.close()
         with self._turn:
             if not run.stopped:  # else it was said, and another may have begun
                 self._run, self.stop.disabled = None, True
-                self._tell(said(last, wrong=wrong) + ("" if wrong else self._in_code(run)))
+                self._set_status(status_line(message, wrong=wrong) + ("" if wrong else self._in_code(run)))
 
     def _generate(self, run: Run) -> None:
         from kwflow.huggingface.auto import AutoDistributedModelForCausalLM
@@ -247,16 +247,16 @@ class SteerLab:
 
         from kwflow.kwargs.capture import Capture
 
-        point, about = run.vectors.point, (run.prompt, run.vectors.point)
+        point, key = run.vectors.point, (run.prompt, run.vectors.point)
         length = float(torch.linalg.vector_norm(run.vectors[run.layer]))
         if not run.strength or not length:
             return 0.0
-        if self._sizes is None or self._sizes[0] != about:
+        if self._sizes is None or self._sizes[0] != key:
             layers = [0] if point == "embed" else range(self.flow.stop)
             acts = Capture({point: layers}, at="prompt[-1]")
             with torch.no_grad():
                 session.step(**session.inputs(batch), capture=acts, phase="prompt")
-            self._sizes = about, {n: float(torch.linalg.vector_norm(acts[point, n][0])) for n in layers}
+            self._sizes = key, {n: float(torch.linalg.vector_norm(acts[point, n][0])) for n in layers}
             session.rollback(0)
         return run.strength * self._sizes[1][run.layer] / length
 
@@ -272,23 +272,27 @@ class SteerLab:
             tokenizer: Any = self.flow.tokenizer  # type: ignore[attr-defined]
             first, second = (tokenizer.decode(row, skip_special_tokens=True) for row in self.ids)
             self.texts = first, second
-            self._tell(said(f"{len(run.tokens)} of {run.new_tokens} tokens"))
+            self._set_status(status_line(f"{len(run.tokens)} of {run.new_tokens} tokens"))
             self._show(run)
 
     # ---- what is shown
 
-    def _tell(self, text: str) -> None:
+    def _set_status(self, text: str) -> None:
         self.status.value = text
 
     def _show(self, run: Run | None = None) -> None:
-        above = "with the vector" if run is None else f"with {run.name} at layer {run.layer}, strength {run.strength:g}"
-        for widget, title, text in zip((self.baseline, self.steered), ("baseline", above), self.texts, strict=True):
+        steered_title = (
+            "with the vector" if run is None else f"with {run.name} at layer {run.layer}, strength {run.strength:g}"
+        )
+        for widget, title, text in zip(
+            (self.baseline, self.steered), ("baseline", steered_title), self.texts, strict=True
+        ):
             widget.value = _side(title, "" if run is None else run.prompt, text)
 
     def _in_code(self, run: Run) -> str:
         """The same in a cell: the call's own argument."""
         code = f"edit=v.edits({self.scale:.4g}, layers=[{run.layer}], at={run.at!r})"
-        return f" <code style='white-space:nowrap'>{html.escape(code)}</code>"
+        return f" <code style='white-space:nowrap'>{escape(code)}</code>"
 
 
 def _second_row(run: Run, scale: float) -> list[Any]:
@@ -313,7 +317,7 @@ class _Streamer:
 
 
 def _side(title: str, prompt: str, text: str) -> str:
-    own = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.4;min-height:6em;margin-top:.3em"
-    edge = f"border:1px solid {pages.GREY}66;border-radius:3px;padding:.4em .7em"
-    words = f"<span style='opacity:.6'>{html.escape(prompt)}</span>{html.escape(text)}"
-    return f"<b>{html.escape(title)}</b><div style='{own};{edge}'>{words}</div>"
+    css = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.4;min-height:6em;margin-top:.3em"
+    border = f"border:1px solid {html.GREY}66;border-radius:3px;padding:.4em .7em"
+    words = f"<span style='opacity:.6'>{escape(prompt)}</span>{escape(text)}"
+    return f"<b>{escape(title)}</b><div style='{css};{border}'>{words}</div>"

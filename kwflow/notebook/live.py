@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kwflow.errors import KwflowError, NoRoute
-from kwflow.notebook.panels import WIDE, at_once, inside, said, shown, widgets_for
-from kwflow.show import html as pages
+from kwflow.notebook.panels import WIDE, at_once, descendants, mimebundle, status_line, widgets_for
+from kwflow.show import html
 
 if TYPE_CHECKING:
     from kwflow.client.flow import Flow
@@ -47,7 +47,7 @@ class Row:
             widgets.Button(description=name, layout=narrow) for name in ("pause", "resume", "kill")
         )
         for name in ("pause", "resume", "kill"):
-            getattr(self, name).on_click(lambda _, name=name: view._do(name, number))
+            getattr(self, name).on_click(lambda _, name=name: view._act(name, number))
         layout = widgets.Layout(width="100%", align_items="center")
         self.box = widgets.HBox([self.map, self.pause, self.resume, self.kill], layout=layout)
         at_once(self.box)
@@ -66,15 +66,15 @@ class SwarmView:
         self._swarm, self._name = weakref.ref(swarm), swarm.model
         self._layers = _layers(swarm) if flow is None else flow.ends.layers
         self._closed, self._turn = threading.Event(), threading.Lock()
-        self._bars = list[pages.Bar]()
+        self._bars = list[html.Bar]()
         self._adding: threading.Thread | None = None
-        short, own = widgets.Layout(width="10em", flex="0 0 auto"), {"description_width": "5em"}
-        limits = {"min": 0, "max": self._layers, "layout": short, "style": own}
+        short, style = widgets.Layout(width="10em", flex="0 0 auto"), {"description_width": "5em"}
+        limits = {"min": 0, "max": self._layers, "layout": short, "style": style}
         self.start = widgets.BoundedIntText(0, description="layers", **limits)
         self.stop = widgets.BoundedIntText(self._layers, description="to before", **limits)
         self.add = widgets.Button(description="add a worker", layout=widgets.Layout(width="9em", flex="0 0 auto"))
         self.add.on_click(self._add)
-        self.status = widgets.HTML(said("buttons act at once, in JupyterLab also while a cell runs"))
+        self.status = widgets.HTML(status_line("buttons act at once, in JupyterLab also while a cell runs"))
         self.lines, self.workers = widgets.HTML(), widgets.VBox(layout=widgets.Layout(width="100%"))
         row = widgets.Layout(width="100%", align_items="center", grid_gap="0 .5em")
         below = widgets.HBox([self.start, self.stop, self.add, self.status], layout=row)
@@ -98,13 +98,13 @@ class SwarmView:
                 self._bars = [replace(bar, how="dead", wrong="", gone=True) for bar in self._bars]
             if gaps := _gaps(self._bars, self._layers):
                 lines.append(f"nobody serves layers {', '.join(gaps)}")
-            self.lines.value = "".join(map(pages.line, lines))
+            self.lines.value = "".join(map(html.line, lines))
             while len(self.rows) < len(self._bars):
                 self.rows.append(Row(self, len(self.rows), self._widgets))
             if len(self.workers.children) < len(self.rows):
                 self.workers.children = [row.box for row in self.rows]
             for row, bar in zip(self.rows, self._bars, strict=True):
-                row.map.value = pages.one_row(bar, self._layers)
+                row.map.value = html.one_row(bar, self._layers)
                 row.kill.disabled = bar.gone or over
                 row.pause.disabled = bar.gone or over or bool(bar.wrong)
                 row.resume.disabled = bar.gone or over or not bar.wrong
@@ -122,24 +122,24 @@ class SwarmView:
         """Take the panel away; the swarm stays."""
         self._closed.set()
         with self._turn:
-            for widget in (*inside(self.box), self.box):
+            for widget in (*descendants(self.box), self.box):
                 widget.close()
 
     def __repr__(self) -> str:
         return f"SwarmView({self._name}, {len(self.rows)} workers)"
 
     def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
-        note = pages.line("a live map with buttons, where a kernel runs", dim=True)
-        workers = pages.layers_map(self._layers, (0, self._layers), self._bars, first="all layers")
-        return shown(self.box, repr(self), pages.page("swarm_view", workers, self.lines.value, note), **kwargs)
+        note = html.line("a live map with buttons, where a kernel runs", dim=True)
+        workers = html.layers_map(self._layers, (0, self._layers), self._bars, first="all layers")
+        return mimebundle(self.box, repr(self), html.page("swarm_view", workers, self.lines.value, note), **kwargs)
 
     # ---- what it does
 
-    def _do(self, what: str, number: int) -> None:
-        """Kill, pause or resume a worker; what goes wrong is said."""
+    def _act(self, what: str, number: int) -> None:
+        """Kill, pause or resume a worker; what goes wrong is written in the panel."""
         swarm = self._swarm()
         if swarm is not None:
-            self._said(lambda: getattr(swarm, what)(number))
+            self._report_errors(lambda: getattr(swarm, what)(number))
         self.look()
 
     def _add(self, _: Any) -> None:
@@ -148,24 +148,24 @@ class SwarmView:
         def work() -> None:
             swarm = self._swarm()
             try:
-                if swarm is not None and self._said(lambda: swarm.add(start, stop)):
-                    self.status.value = said(f"the worker of layers {start}:{stop} serves")
+                if swarm is not None and self._report_errors(lambda: swarm.add(start, stop)):
+                    self.status.value = status_line(f"the worker of layers {start}:{stop} serves")
             finally:
                 self._adding = None
                 self.look()
 
         if self._adding is None:
-            self.status.value = said(f"starting a worker of layers {start}:{stop} …")
+            self.status.value = status_line(f"starting a worker of layers {start}:{stop} …")
             self._adding = threading.Thread(target=work, name="kwflow-swarm-add", daemon=True)
             self.add.disabled = True
             self._adding.start()
 
-    def _said(self, work: Callable[[], Any]) -> bool:
-        """Do something; say in the panel what went wrong, where nobody awaits it."""
+    def _report_errors(self, work: Callable[[], Any]) -> bool:
+        """Do something; write in the panel what went wrong, where nobody awaits it. Whether it was done."""
         try:
             work()
         except (KwflowError, OSError, RuntimeError, ValueError) as error:
-            self.status.value = said((str(error) or repr(error)).splitlines()[0], wrong=True)
+            self.status.value = status_line((str(error) or repr(error)).splitlines()[0], wrong=True)
             return False
         return True
 
@@ -196,7 +196,7 @@ class SwarmView:
         parts: dict[str, list[str]] = {}
         for peer, start, stop in hops:
             parts.setdefault(peer, []).append(f"{start}:{stop}")
-        return {peer: f"{' and '.join(own)} of the next call" for peer, own in parts.items()}, []
+        return {peer: f"{' and '.join(spans)} of the next call" for peer, spans in parts.items()}, []
 
 
 def _layers(swarm: LocalSwarm) -> int:
@@ -205,14 +205,14 @@ def _layers(swarm: LocalSwarm) -> int:
     return layer_count(swarm.model)
 
 
-def _bar(worker: LocalWorker, routed: str) -> pages.Bar:
+def _bar(worker: LocalWorker, routed: str) -> html.Bar:
     state = "dead" if not worker.alive else "paused" if worker.paused else "alive"
     text = f"{state}, {routed}" if routed else state
     wrong = text if state == "paused" else ""
-    return pages.Bar(worker.peer[-8:], *worker.span, text, wrong, gone=state == "dead")
+    return html.Bar(worker.peer[-8:], *worker.span, text, wrong, gone=state == "dead")
 
 
-def _gaps(bars: list[pages.Bar], layers: int) -> list[str]:
+def _gaps(bars: list[html.Bar], layers: int) -> list[str]:
     from kwflow.client.routing import gaps
 
     return [f"{start}:{stop}" for start, stop in gaps([(b.start, b.stop) for b in bars if not b.gone], layers)]

@@ -23,22 +23,22 @@ def widgets_for(what: str) -> Any:
     return ipywidgets
 
 
-def shown(box: Any, text: str, page: str, **kwargs: Any) -> dict[str, Any]:
+def mimebundle(box: Any, text: str, page: str, **kwargs: Any) -> dict[str, Any]:
     """What a panel shows itself as: its widget, a page for where that cannot be shown, and a line."""
     live = {} if box.comm is None else box._repr_mimebundle_(**kwargs)  # None: closed
     return {**live, "text/plain": text, "text/html": page}
 
 
-def said(text: str, *, wrong: bool = False) -> str:
+def status_line(text: str, *, wrong: bool = False) -> str:
     """A line below a panel's buttons; what went wrong says so, and is coloured."""
     if not wrong:
         return f"<span style='opacity:.8;line-height:1.4'>{html.escape(text)}</span>"
     return f"<span style='color:{ORANGE};line-height:1.4'><b>failed</b>: {html.escape(text)}</span>"
 
 
-def inside(box: Any) -> list[Any]:
+def descendants(box: Any) -> list[Any]:
     """Every widget in a box, the innermost first."""
-    return [found for widget in getattr(box, "children", ()) for found in (*inside(widget), widget)]
+    return [descendant for widget in getattr(box, "children", ()) for descendant in (*descendants(widget), widget)]
 
 
 def at_once(box: Any) -> None:
@@ -48,7 +48,7 @@ def at_once(box: Any) -> None:
     cells (ipykernel 7). ipykernel 7.4 hands them to whoever wrote to the widget last instead, here a cell, and there
     they wait for its end.
     """
-    for widget in inside(box):
+    for widget in descendants(box):
         if hasattr(widget.comm, "_reply_subshell_for"):
             widget.comm._reply_subshell_for = _where_it_was_sent
 

@@ -82,25 +82,25 @@ def timeline(
     below the title. ``values``: {name: a number for each step}; a NaN is a gap in its line. Raises KwargError,
     ShapeError.
     """
-    took = _array(seconds, 1, "seconds")
-    if not (took > 0).all():
-        raise KwargError(f"timeline: seconds has {took.min():g}; each step takes some time")
-    columns = range(first, first + len(took))
+    step_seconds = _array(seconds, 1, "seconds")
+    if not (step_seconds > 0).all():
+        raise KwargError(f"timeline: seconds has {step_seconds.min():g}; each step takes some time")
+    columns = range(first, first + len(step_seconds))
     marks = dict(marks or {})
     if outside := [column for column in marks if column not in columns]:
         raise KwargError(f"timeline: marks[{outside[0]!r}] is none of the columns {columns.start}:{columns.stop}")
-    lines = {name: _array(own, 1, f"values[{name!r}]") for name, own in (values or {}).items()}
-    for name, own in lines.items():
-        if len(own) != len(took):
-            raise ShapeError(f"timeline: values[{name!r}] has {len(own)} numbers for {len(took)} steps")
+    lines = {name: _array(series, 1, f"values[{name!r}]") for name, series in (values or {}).items()}
+    for name, series in lines.items():
+        if len(series) != len(step_seconds):
+            raise ShapeError(f"timeline: values[{name!r}] has {len(series)} numbers for {len(step_seconds)} steps")
     with _style():
         figure, column_of = _figure(1 + bool(lines), 1, (WIDTH, 3.6 if lines else 2.4), sharex=True)
-        _bars(column_of[0], columns, took, marks)
-        for number, (name, own) in enumerate(lines.items()):
+        _bars(column_of[0], columns, step_seconds, marks)
+        for number, (name, series) in enumerate(lines.items()):
             wide: dict[str, Any] = (
                 {"lw": 5.0, "alpha": 0.45} if number == 0 and len(lines) > 1 else {"lw": 1.5, "marker": "."}
             )
-            column_of[-1].plot(columns, own, label=name, color=LINES[number % len(LINES)], **wide)
+            column_of[-1].plot(columns, series, label=name, color=LINES[number % len(LINES)], **wide)
         if lines:
             column_of[-1].set_ylabel(label)
             column_of[-1].legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1, ncols=len(lines))
@@ -109,23 +109,23 @@ def timeline(
                 ax.axvline(column - 0.5, color=LINES[1], ls="--", lw=1.2)
         column_of[-1].set_xlabel("column of the session")
         if replays:
-            figure.suptitle("\n".join(_said(one) for one in replays), fontsize="small", x=0.01, ha="left")
+            figure.suptitle("\n".join(_replay_line(replay) for replay in replays), fontsize="small", x=0.01, ha="left")
     return figure
 
 
-def _bars(ax: Axes, columns: range, took: np.ndarray, marks: Mapping[int, str]) -> None:
+def _bars(ax: Axes, columns: range, step_seconds: np.ndarray, marks: Mapping[int, str]) -> None:
     """Milliseconds of every step, those after a mark in the mark's colour, on a log scale."""
     colours = [LINES[1] if column in marks else LINES[0] for column in columns]
-    ax.bar(columns, 1000 * took, color=colours, width=0.8)
+    ax.bar(columns, 1000 * step_seconds, color=colours, width=0.8)
     ax.set_yscale("log")
     ax.set_ylabel("ms per token")
-    low, high = 1000 * took.min(), 1000 * took.max()
+    low, high = 1000 * step_seconds.min(), 1000 * step_seconds.max()
     ax.set_ylim(low / 2, high * 3)
     for column, what in marks.items():
         ax.annotate(what, (column - 0.4, high * 1.4), color=LINES[1], ha="left", parse_math=False)
 
 
-def _said(replay: Any) -> str:
+def _replay_line(replay: Any) -> str:
     start, stop = replay.layers
     by = ", ".join(f"{peer[-8:]} ({a}:{b})" for peer, a, b in replay.by)
     lost = f"column {replay.position}: layers {start}:{stop} of {replay.peer[-8:]} went to {by}"
@@ -165,7 +165,7 @@ def loss_curve(
             title, gap = _gap(curves["remote"], curves["local"])
             column_of[1].plot(steps, gap, color=LINES[2], marker=".", lw=1.5)
             column_of[1].set_title(title)
-            top = max((one for one in gap if isfinite(one)), default=0.0) or 1.0
+            top = max((value for value in gap if isfinite(value)), default=0.0) or 1.0
             column_of[1].set_ylim(-0.1 * top, 1.15 * top)
             if not gap.any():
                 column_of[1].set_yticks([0])
@@ -196,8 +196,8 @@ def dose_response(strengths: Any, panels: Mapping[str, Any], *, xlabel: str = "s
         figure, row = _figure(1, len(panels), (WIDTH if len(panels) > 1 else 0.6 * WIDTH, 3.2), sharex=True)
         for ax, (what, measured) in zip(row, panels.items(), strict=True):
             lines = measured if isinstance(measured, Mapping) else {"": measured}
-            for number, (name, own) in enumerate(lines.items()):
-                numbers = _array(own, 2, f"{what}: {name}" if name else what)
+            for number, (name, series) in enumerate(lines.items()):
+                numbers = _array(series, 2, f"{what}: {name}" if name else what)
                 if len(numbers) != len(doses):
                     raise ShapeError(f"dose_response: {what} has {len(numbers)} rows for {len(doses)} strengths")
                 _band(ax, doses, numbers, name, LINES[number % len(LINES)])
@@ -230,24 +230,30 @@ def latency(timings: Sequence[Any], *, title: str = "") -> Figure:
     import numpy as np
 
     parts = {"waited": GREY, "queue": LINES[1], "compute": LINES[0], "network": LINES[2]}
-    own: dict[tuple[Any, ...], list[list[float]]] = {}
-    for one in timings:
-        numbers = [1000 * max(0.0, getattr(one, part)) for part in parts]
-        own.setdefault((one.op, *one.layers, one.peer), []).append(numbers)
-    if not own:
+    samples: dict[tuple[Any, ...], list[list[float]]] = {}
+    for timing in timings:
+        numbers = [1000 * max(0.0, getattr(timing, part)) for part in parts]
+        samples.setdefault((timing.op, *timing.layers, timing.peer), []).append(numbers)
+    if not samples:
         raise KwargError("latency: timings is empty; collect them with flow.timed()")
-    ops = [op for op, *_ in own]  # in the order in which they came
-    keys = sorted(own, key=lambda key: (ops.index(key[0]), *key[1:]))
-    names = [f"{key[0]} {key[1]}:{key[2]}, {key[3][-8:]} ({len(own[key])}×)" for key in keys]
-    medians = np.array([np.median(own[key], axis=0) for key in keys])
+    ops = [op for op, *_ in samples]  # in the order in which they came
+    keys = sorted(samples, key=lambda key: (ops.index(key[0]), *key[1:]))
+    names = [f"{key[0]} {key[1]}:{key[2]}, {key[3][-8:]} ({len(samples[key])}×)" for key in keys]
+    medians = np.array([np.median(samples[key], axis=0) for key in keys])
     with _style():
         figure, (ax,) = _figure(1, 1, (WIDTH, 1.0 + 0.3 * len(names)))
         left, places = np.zeros(len(names)), range(len(names))
         for (part, colour), values in zip(parts.items(), medians.T, strict=True):
             if part != "waited" or values.any():
-                said = "waits for the worker before" if part == "waited" else part
+                part_label = "waits for the worker before" if part == "waited" else part
                 ax.barh(
-                    places, values, left=left, height=0.7, label=said, color=colour, alpha=0.3 if said != part else 1
+                    places,
+                    values,
+                    left=left,
+                    height=0.7,
+                    label=part_label,
+                    color=colour,
+                    alpha=0.3 if part_label != part else 1,
                 )
             left += values
         ax.set_yticks(places, names)
@@ -268,10 +274,10 @@ def _style() -> Iterator[None]:
 
     grey = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
     clear = ("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor")
-    own: dict[Any, Any] = {**dict.fromkeys(grey, GREY), **dict.fromkeys(clear, "none")}
-    own |= {"axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True, "font.size": 9.0}
-    own |= {"axes.titlesize": "medium", "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False}
-    with matplotlib.rc_context(own):
+    rc: dict[Any, Any] = {**dict.fromkeys(grey, GREY), **dict.fromkeys(clear, "none")}
+    rc |= {"axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6, "axes.axisbelow": True, "font.size": 9.0}
+    rc |= {"axes.titlesize": "medium", "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(rc):
         yield
 
 
@@ -294,12 +300,12 @@ def _array(values: Any, rank: int, what: str) -> np.ndarray:
     if hasattr(values, "detach"):
         values = values.detach().cpu().double().numpy()
     try:
-        found = np.asarray(values, dtype=np.float64)
+        array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise KwargError(f"{what} is a {type(values).__name__}, and not numbers: {error}") from error
-    if found.ndim != rank or not found.size:
-        raise ShapeError(f"{what} has shape {found.shape}; give {rank} dimension{'s' * (rank > 1)}, none of size 0")
-    return found
+    if array.ndim != rank or not array.size:
+        raise ShapeError(f"{what} has shape {array.shape}; give {rank} dimension{'s' * (rank > 1)}, none of size 0")
+    return array
 
 
 def _gap(remote: np.ndarray, local: np.ndarray) -> tuple[str, np.ndarray]:

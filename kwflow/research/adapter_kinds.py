@@ -71,15 +71,15 @@ class Adapter(Mapping[str, Any]):
 
     def save(self, folder: str | os.PathLike[str], base_model: str | None = None) -> None:
         """Write a folder that ``PeftModel.from_pretrained`` reads; ``base_model``: the name of the model it is for."""
-        named = {} if base_model is None else {"base_model_name_or_path": base_model}
-        write_folder(folder, {**self.config, **named, "inference_mode": True}, self.tensors)
+        base = {} if base_model is None else {"base_model_name_or_path": base_model}
+        write_folder(folder, {**self.config, **base, "inference_mode": True}, self.tensors)
 
     def __repr__(self) -> str:
         count = sum(tensor.numel() for tensor in self.tensors.values())
         dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in self.tensors.values()})
-        return f"{type(self).__name__}({self._says()}; {count:,} numbers of {', '.join(dtypes)}, from {self.where})"
+        return f"{type(self).__name__}({self._summary()}; {count:,} numbers of {', '.join(dtypes)}, from {self.where})"
 
-    def _says(self) -> str:
+    def _summary(self) -> str:
         raise NotImplementedError
 
 
@@ -108,15 +108,15 @@ class Projected(Adapter):
                 raise ModelError(f"{self.where} has no tensor {module + missing[0]!r}")
 
     def part(self, module: str) -> Any:
-        """What one layer's kwarg has for a projection."""
+        """What one layer's kwarg has for the projection ``module``."""
         raise NotImplementedError
 
     def by_layer(self) -> dict[int, dict[str, Any]]:
-        """By layer and projection."""
-        found: dict[int, dict[str, Any]] = {}
+        """The kwarg's parts by layer and projection."""
+        parts: dict[int, dict[str, Any]] = {}
         for module, at in self.modules.items():
-            found.setdefault(at.layer, {})[at.projection] = self.part(module)
-        return dict(sorted(found.items()))
+            parts.setdefault(at.layer, {})[at.projection] = self.part(module)
+        return dict(sorted(parts.items()))
 
     def value(self) -> PerLayer:
         return self.at_layers(at.layer for at in self.modules.values())[self.kwarg]
@@ -124,14 +124,14 @@ class Projected(Adapter):
     def at_layers(self, layers: Iterable[int]) -> dict[str, PerLayer]:
         """The kwargs of some layers, for a slice of a flow: ``flow[3:7](hidden, **adapter.at_layers(range(3, 7)))``."""
         chosen = set(layers)
-        return per_layer({layer: {self.kwarg: own} for layer, own in self.by_layer().items() if layer in chosen})
+        return per_layer({layer: {self.kwarg: value} for layer, value in self.by_layer().items() if layer in chosen})
 
-    def _says(self) -> str:
+    def _summary(self) -> str:
         layers = sorted({at.layer for at in self.modules.values()})
         whole = layers == list(range(layers[0], layers[-1] + 1))
-        said = f"{layers[0]}:{layers[-1] + 1}" if whole else ", ".join(map(str, layers))
+        layers_text = f"{layers[0]}:{layers[-1] + 1}" if whole else ", ".join(map(str, layers))
         projections = dict.fromkeys(at.projection for at in self.modules.values())
-        return f"{', '.join(projections)} of layers {said}"
+        return f"{', '.join(projections)} of layers {layers_text}"
 
 
 class LoRA(Projected):
@@ -153,7 +153,10 @@ class LoRA(Projected):
     def _scale(self, module: str) -> float:
         """alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023), of the module's own pattern or of all."""
         A_RI, B_OR = self._sides(module)
-        rank, alpha = self._said("rank_pattern", module, "r"), self._said("alpha_pattern", module, "lora_alpha")
+        rank, alpha = (
+            self._pattern_value("rank_pattern", module, "r"),
+            self._pattern_value("alpha_pattern", module, "lora_alpha"),
+        )
         if A_RI.dim() != 2 or B_OR.dim() != 2 or not 0 < A_RI.shape[0] == B_OR.shape[1] == rank:
             raise ModelError(
                 f"{self.where}: {module} has A {describe(A_RI)} and B {describe(B_OR)}; its config says rank {rank}"
@@ -162,7 +165,7 @@ class LoRA(Projected):
             raise ModelError(f"{self.where}: the config's lora_alpha is {alpha!r:.40}")
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
-    def _said(self, patterns: str, module: str, otherwise: str) -> Any:
+    def _pattern_value(self, patterns: str, module: str, default: str) -> Any:
         """The value of the first pattern that fits the end of a module's name, as PEFT finds it."""
         try:
             for end, value in (self.config.get(patterns) or {}).items():
@@ -170,29 +173,30 @@ class LoRA(Projected):
                     return value
         except (AttributeError, re.error) as error:
             raise ModelError(f"{self.where}: {patterns} is not a dict of regular expressions: {error}") from error
-        return self.config.get(otherwise)
+        return self.config.get(default)
 
     def part(self, module: str) -> dict[str, Any]:
         A_RI, B_OR = self._sides(module)
         return {"A": A_RI, "B": B_OR, "scale": self.scales[module]}
 
-    def _says(self) -> str:
+    def _summary(self) -> str:
         ranks = sorted({len(self._sides(module)[0]) for module in self.modules})
         scales = sorted(set(self.scales.values()))
         dropout = self.config.get("lora_dropout")
-        off = f", lora_dropout {dropout} left out as in eval mode" if dropout else ""
-        return f"{super()._says()}, rank {', '.join(map(str, ranks))}, scale {', '.join(f'{s:g}' for s in scales)}{off}"
+        dropout_note = f", lora_dropout {dropout} left out as in eval mode" if dropout else ""
+        scale = ", ".join(f"{scale:g}" for scale in scales)
+        return f"{super()._summary()}, rank {', '.join(map(str, ranks))}, scale {scale}{dropout_note}"
 
 
 def scaling(ranks: Mapping[str, int], scales: Mapping[str, float]) -> dict[str, Any]:
     """What a LoRA's config says of its modules' ranks and scales."""
     alphas = {module: _alpha(scales[module], rank) for module, rank in ranks.items()}
-    rank, alpha = (Counter(found.values()).most_common(1)[0][0] for found in (ranks, alphas))
+    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
     return {
         "r": rank,
         "lora_alpha": alpha,
-        "rank_pattern": {re.escape(module): own for module, own in ranks.items() if own != rank},
-        "alpha_pattern": {re.escape(module): own for module, own in alphas.items() if own != alpha},
+        "rank_pattern": {re.escape(module): value for module, value in ranks.items() if value != rank},
+        "alpha_pattern": {re.escape(module): value for module, value in alphas.items() if value != alpha},
         "use_rslora": False,
     }
 
@@ -227,9 +231,9 @@ class Prefix(Adapter):
         super().__init__(saved)
         config, (self.length, width) = self.config, _prompts(saved)
         sizes: list[Any] = [config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")]
-        layers, heads, own = sizes if all(type(size) is int and size > 0 for size in sizes) else (0, 1, 0)
+        layers, heads, token_dim = sizes if all(type(size) is int and size > 0 for size in sizes) else (0, 1, 0)
         self.layers: int = layers
-        if not layers or own % heads or width != 2 * layers * own:
+        if not layers or token_dim % heads or width != 2 * layers * token_dim:
             raise ModelError(
                 f"{self.where}: {PROMPTS} is {describe(self.tensors[PROMPTS])}, its config says num_layers, "
                 f"num_attention_heads and token_dim {sizes}"
@@ -243,7 +247,7 @@ class Prefix(Adapter):
         keys, values = by_head.permute(2, 1, 3, 0, 4)[:, :, None]  # layer, one row for all, head, token, head_dim
         return {"k": keys, "v": values}
 
-    def _says(self) -> str:
+    def _summary(self) -> str:
         return f"prefix of {self.length} keys and values at layers 0:{self.layers}"
 
 
@@ -282,19 +286,21 @@ class Prompt(Adapter):
             "prompt tuning is columns before the text, and no kwarg of the blocks: x = adapter.inputs(flow, texts)"
         )
 
-    def _says(self) -> str:
+    def _summary(self) -> str:
         return f"{self.length} vectors before the text, by x = adapter.inputs(flow, texts)"
 
 
 def _prompts(saved: Saved) -> tuple[int, int]:
     """Their number and width. Raises ModelError unless they are all that is there."""
-    found = saved.tensors.get(PROMPTS)
-    if len(saved.tensors) != 1 or found is None or found.dim() != 2:
+    prompts = saved.tensors.get(PROMPTS)
+    if len(saved.tensors) != 1 or prompts is None or prompts.dim() != 2:
         raise ModelError(f"{saved.where} holds {', '.join(saved.tensors) or 'nothing'}; expected one {PROMPTS}")
     tokens = saved.config.get("num_virtual_tokens")
-    if tokens != len(found):
-        raise ModelError(f"{saved.where}: {PROMPTS} is {describe(found)}, its config says num_virtual_tokens {tokens}")
-    return found.shape[0], found.shape[1]
+    if tokens != len(prompts):
+        raise ModelError(
+            f"{saved.where}: {PROMPTS} is {describe(prompts)}, its config says num_virtual_tokens {tokens}"
+        )
+    return prompts.shape[0], prompts.shape[1]
 
 
 KINDS: dict[str, type[Adapter]] = {"LORA": LoRA, "IA3": IA3, "PREFIX_TUNING": Prefix, "PROMPT_TUNING": Prompt}

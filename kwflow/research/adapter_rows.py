@@ -1,8 +1,10 @@
-"""Adapters side by side: each row of a batch takes its own, or none."""
+"""Adapters side by side: each row of a batch takes its own, or none. See ``kwflow.adapters``."""
+
+# N adapters, R rank, I in, O out
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +32,16 @@ class Rows(Mapping[str, Any]):
 
     def __init__(self, adapters: Sequence[Adapter | None]):
         self.adapters = tuple(adapters)
-        for number, one in enumerate(self.adapters):
-            if isinstance(one, Adapter) and not isinstance(one, Projected):
-                raise UnsupportedError(f"row {number} has {one!r}; rows join LoRA and IA3, which act at projections")
-            if one is not None and not isinstance(one, Projected):
-                raise KwargError(f"row {number} is a {type(one).__name__}; give adapters that kf.adapters.read made")
-        self._taken = dict.fromkeys(one for one in self.adapters if isinstance(one, Projected))
+        for number, adapter in enumerate(self.adapters):
+            if isinstance(adapter, Adapter) and not isinstance(adapter, Projected):
+                raise UnsupportedError(
+                    f"row {number} has {adapter!r}; rows join LoRA and IA3, which act at projections"
+                )
+            if adapter is not None and not isinstance(adapter, Projected):
+                raise KwargError(
+                    f"row {number} is a {type(adapter).__name__}; give adapters that kf.adapters.read made"
+                )
+        self._distinct = dict.fromkeys(adapter for adapter in self.adapters if isinstance(adapter, Projected))
 
     __eq__ = object.__eq__  # Mapping would compare tensors
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -43,34 +49,38 @@ class Rows(Mapping[str, Any]):
     def __getitem__(self, name: str) -> PerLayer:
         if name not in list(self):
             raise KeyError(name)
-        mine = {one: one.by_layer() for one in self._taken if one.kwarg == name}
-        layers = sorted({layer for own in mine.values() for layer in own})
+        parts: dict[int, dict[str, dict[Projected, Any]]] = {}  # by layer, projection and adapter
+        for adapter in (adapter for adapter in self._distinct if adapter.kwarg == name):
+            for layer, projections in adapter.by_layer().items():
+                for projection, part in projections.items():
+                    parts.setdefault(layer, {}).setdefault(projection, {})[adapter] = part
         join = _join_lora if name == "lora" else _join_ia3
-        found = {}
-        for layer in layers:
-            names = dict.fromkeys(projection for own in mine.values() for projection in own.get(layer, ()))
-            found[layer] = {name: {}}
-            for projection in names:
-                having = {one: own[layer][projection] for one, own in mine.items() if projection in own.get(layer, ())}
-                number = {one: i for i, one in enumerate(having)}
-                whose = torch.tensor([number.get(one, -1) for one in self.adapters])  # type: ignore[call-overload]
-                what = f"{projection} of layer {layer}"
-                found[layer][name][projection] = {**join(list(having.values()), what), "rows": whose}
-        return per_layer(found)[name]
+        layer_kwargs: dict[int, Any] = {}
+        for layer, projections in sorted(parts.items()):
+            layer_kwargs[layer] = {name: {}}
+            for projection, by_adapter in projections.items():
+                joined = join(list(by_adapter.values()), f"{projection} of layer {layer}")
+                layer_kwargs[layer][name][projection] = {**joined, "rows": self._indices(by_adapter)}
+        return per_layer(layer_kwargs)[name]
+
+    def _indices(self, adapters: Iterable[Projected]) -> Tensor:
+        """Each row's number (batch,) among ``adapters``; -1 where it takes none of them."""
+        index: dict[Any, int] = {adapter: number for number, adapter in enumerate(adapters)}
+        return torch.tensor([index.get(adapter, -1) for adapter in self.adapters])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys(one.kwarg for one in self._taken))
+        return iter(dict.fromkeys(adapter.kwarg for adapter in self._distinct))
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
     def __repr__(self) -> str:
-        number = {one: i for i, one in enumerate(self._taken)}
-        said = ", ".join("none" if one is None else str(number[one]) for one in self.adapters)  # type: ignore[index]
-        return "\n".join([f"Rows({said})", *(f"  {i}: {one!r}" for one, i in number.items())])
+        indices = [str(index) if index >= 0 else "none" for index in self._indices(self._distinct).tolist()]
+        adapters = [f"  {index}: {adapter!r}" for index, adapter in enumerate(self._distinct)]
+        return "\n".join([f"Rows({', '.join(indices)})", *adapters])
 
 
-def _join_lora(parts: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
+def _join_lora(parts: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
     """Adapters of one projection side by side, filled up with zeros to the largest rank."""
     rank = max(len(part["A"]) for part in parts)
     A_NRI = _stack([pad(part["A"], (0, 0, 0, rank - len(part["A"]))) for part in parts])
@@ -79,10 +89,10 @@ def _join_lora(parts: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
     return {"A": axes(A_NRI, "adapter rank in"), "B": axes(B_NOR, "adapter out rank"), "scale": scale_N}
 
 
-def _join_ia3(parts: Sequence[Axed], what: str) -> dict[str, Any]:
+def _join_ia3(parts: Sequence[Axed], where: str) -> dict[str, Any]:
     sides = sorted({part.axes[-1] for part in parts})
     if len(sides) > 1:
-        raise UnsupportedError(f"{what}: one adapter multiplies what it gives, another what it gets; rows do one")
+        raise UnsupportedError(f"{where}: one adapter multiplies what it gives, another what it gets; rows do one")
     return {"scale": axes(_stack([part.tensor for part in parts]), f"adapter {sides[0]}")}
 
 

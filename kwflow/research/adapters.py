@@ -12,7 +12,7 @@ cannot be carried is refused by name. Dropout is left out, as it is in PEFT's ev
 used: peft need not be there.
 """
 
-# N adapters, R rank, I in, O out
+# L layers, K key and value, H heads, P virtual tokens, D head_dim
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from torch import Tensor
 from kwflow.client.flow import Flow
 from kwflow.errors import KwargError
 from kwflow.research.adapter_kinds import IA3 as IA3
-from kwflow.research.adapter_kinds import KINDS, PROMPTS, scaling
+from kwflow.research.adapter_kinds import KINDS, scaling
 from kwflow.research.adapter_kinds import Adapter as Adapter
 from kwflow.research.adapter_kinds import LoRA as LoRA
 from kwflow.research.adapter_kinds import Prefix as Prefix
 from kwflow.research.adapter_kinds import Prompt as Prompt
 from kwflow.research.adapter_rows import Rows as Rows
 from kwflow.research.adapter_rows import rows as rows
-from kwflow.research.peft_files import Saved, check, read_folder, read_model
+from kwflow.research.peft_files import PROMPTS, Saved, check, read_folder, read_model
 
 
 def read(source: Any, adapter: str | None = None) -> Adapter:
@@ -54,7 +54,11 @@ def read(source: Any, adapter: str | None = None) -> Adapter:
 
 
 def write(
-    folder: str | os.PathLike[str], given: Mapping[str, Any], *, flow: Flow | None = None, base_model: str | None = None
+    folder: str | os.PathLike[str],
+    kwargs: Mapping[str, Any],
+    *,
+    flow: Flow | None = None,
+    base_model: str | None = None,
 ) -> None:
     """Write an Adapter, or the kwarg ``lora``, ``ia3`` or ``prefix_kv``, as PEFT does.
 
@@ -64,47 +68,47 @@ def write(
     model it is for. ``PeftModel.from_pretrained(local_model, folder)`` computes the same; read again, the tensors are
     the same to the bit. Raises KwargError for what PEFT has no place for: a row's own, several kwargs.
     """
-    if isinstance(given, Adapter):
-        return given.save(folder, base_model)
-    if isinstance(given, Rows):
+    if isinstance(kwargs, Adapter):
+        return kwargs.save(folder, base_model)
+    if isinstance(kwargs, Rows):
         raise KwargError("PEFT's folders hold one adapter each; write each of the rows' adapters")
     if flow is None:
         raise KwargError(
             "kwargs do not say the names of the model's layers: kf.adapters.write(folder, kwargs, flow=flow)"
         )
-    _of(flow, given).save(folder, base_model)
+    _from_kwargs(flow, kwargs).save(folder, base_model)
 
 
 # ---- kwargs as an adapter ----------------------------------------------------------------------------------------
 
 
-def _of(flow: Flow, kwargs: Mapping[str, Any]) -> Adapter:
+def _from_kwargs(flow: Flow, kwargs: Mapping[str, Any]) -> Adapter:
     """A kwarg as PEFT would hold it, copied."""
-    makers = {"lora": _of_lora, "ia3": _of_ia3, "prefix_kv": _of_prefix}
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    if len(given) != 1 or not given.keys() <= makers.keys():
+    makers = {"lora": _from_lora, "ia3": _from_ia3, "prefix_kv": _from_prefix}
+    present = {name: value for name, value in kwargs.items() if value is not None}
+    if len(present) != 1 or not present.keys() <= makers.keys():
         raise KwargError(
-            f"kf.adapters.write got {', '.join(given) or 'nothing'}; a folder holds one of {', '.join(makers)}"
+            f"kf.adapters.write got {', '.join(present) or 'nothing'}; a folder holds one of {', '.join(makers)}"
         )
     ends: Any = flow.ends
     if flow.span != (0, ends.layers):
         raise KwargError(f"give the flow over all {ends.layers} layers; this one has {flow.start}:{flow.stop}")
-    bound = flow.plan(torch.empty(1, 1, ends.hidden_size, device="meta"), given).bound
-    [name] = given
+    bound = flow.plan(torch.empty(1, 1, ends.hidden_size, device="meta"), present).bound
+    [name] = present
     by_layer = {layer: bound.for_layer(layer).get(name) or {} for layer in range(flow.stop)}
     config, tensors = makers[name](by_layer, ends)
-    says = {"base_model_name_or_path": os.fspath(ends.folder), "task_type": "CAUSAL_LM", "inference_mode": True}
-    return KINDS[config["peft_type"]](Saved(f"the kwarg {name}", {**says, **config}, tensors))
+    base_config = {"base_model_name_or_path": os.fspath(ends.folder), "task_type": "CAUSAL_LM", "inference_mode": True}
+    return KINDS[config["peft_type"]](Saved(f"the kwarg {name}", {**base_config, **config}, tensors))
 
 
-Made = tuple[dict[str, Any], dict[str, Tensor]]  # an adapter's config and tensors
+ConfigAndTensors = tuple[dict[str, Any], dict[str, Tensor]]  # an adapter's config and tensors
 
 
-def _of_lora(by_layer: Mapping[int, Any], ends: Any) -> Made:
+def _from_lora(by_layer: Mapping[int, Any], ends: Any) -> ConfigAndTensors:
     tensors, ranks, scales = dict[str, Tensor](), dict[str, int](), dict[str, float]()
     for module, parts in _modules(by_layer, ends):
         for side in "AB":
-            tensors[f"{module}.lora_{side}.weight"] = _of_all_rows(parts[side], module)
+            tensors[f"{module}.lora_{side}.weight"] = _without_rows(parts[side], module)
         if not isinstance(parts["scale"], float):
             raise KwargError(f"lora of {module}: its scale is a tensor; PEFT has a number for each module")
         ranks[module], scales[module] = len(tensors[f"{module}.lora_A.weight"]), parts["scale"]
@@ -112,10 +116,10 @@ def _of_lora(by_layer: Mapping[int, Any], ends: Any) -> Made:
     return {**config, **scaling(ranks, scales)}, tensors
 
 
-def _of_ia3(by_layer: Mapping[int, Any], ends: Any) -> Made:
+def _from_ia3(by_layer: Mapping[int, Any], ends: Any) -> ConfigAndTensors:
     tensors, feedforward = dict[str, Tensor](), list[str]()
     for module, leaf in _modules(by_layer, ends):
-        vector = _of_all_rows(leaf, module)
+        vector = _without_rows(leaf, module)
         if "in" in leaf.axes:
             feedforward.append(module)
         tensors[f"{module}.ia3_l"] = vector[None] if "in" in leaf.axes else vector[:, None]
@@ -124,24 +128,24 @@ def _of_ia3(by_layer: Mapping[int, Any], ends: Any) -> Made:
     return {**config, "fan_in_fan_out": _conv1d(ends)}, tensors
 
 
-def _of_prefix(by_layer: Mapping[int, Any], ends: Any) -> Made:
-    sides = [torch.stack([own[side].tensor[0] for side in "kv"]) for own in by_layer.values()]  # head, token, head_dim
-    both_LKHPD = torch.stack(sides).detach()
-    layers, _, heads, length, width = both_LKHPD.shape
+def _from_prefix(by_layer: Mapping[int, Any], ends: Any) -> ConfigAndTensors:
+    layers_KHPD = [torch.stack([prefix[side].tensor[0] for side in "kv"]) for prefix in by_layer.values()]
+    all_LKHPD = torch.stack(layers_KHPD).detach()
+    layers, _, heads, length, width = all_LKHPD.shape
     config = {"num_virtual_tokens": length, "num_layers": layers, "num_attention_heads": heads}
     config |= {"peft_type": "PREFIX_TUNING", "token_dim": heads * width, "num_transformer_submodules": 1}
-    return config, {PROMPTS: both_LKHPD.permute(3, 0, 1, 2, 4).reshape(length, -1).clone()}
+    return config, {PROMPTS: all_LKHPD.permute(3, 0, 1, 2, 4).reshape(length, -1).clone()}
 
 
 def _modules(by_layer: Mapping[int, Any], ends: Any) -> Iterator[tuple[str, Any]]:
-    """By PEFT's name of the module."""
-    for layer, own in by_layer.items():
-        for projection, value in own.items():
+    """PEFT's name of each module, and what the kwarg has for it."""
+    for layer, projections in by_layer.items():
+        for projection, value in projections.items():
             yield f"{ends.layers_name}.{layer}.{projection}", value
 
 
-def _of_all_rows(leaf: Any, module: str) -> Tensor:
-    """A tensor that holds for all rows, copied."""
+def _without_rows(leaf: Any, module: str) -> Tensor:
+    """A tensor that holds for all rows, copied. Raises KwargError for one with a row axis."""
     if isinstance(leaf, Mapping) or {"batch", "adapter"} & set(leaf.axes):
         raise KwargError(f"{module}: what differs by row has no place in PEFT's folders; write each adapter by itself")
     return leaf.tensor.detach().clone()

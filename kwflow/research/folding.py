@@ -15,24 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow.kwargs import tree as trees
+from kwflow.kwargs import tree
 from kwflow.kwargs.axes import Axed, expand, is_cut, join
 from kwflow.kwargs.bound import Bound
-from kwflow.kwargs.builtin import FOLDS as FOLDS
 from kwflow.kwargs.builtin import at_points
 from kwflow.kwargs.kwarg import LayerCall
 from kwflow.kwargs.points import LEAVING
 
 
-def signature(bound: Bound, own: Collection[str]) -> Hashable:
-    """What two calls must have in common to fold; ``own``: the names of the kwargs that differ, all of FOLDS."""
+def signature(bound: Bound, varying: Collection[str]) -> Hashable:
+    """What two calls must have in common to fold. ``varying``: the names of the kwargs that differ, all of FOLDS."""
     return tuple(
         (section.layers, name, tuple(map(_entry_signature, value)) if name == "edit" else _leaf_signature(value))
-        for section, name, value in _own(bound, own)
+        for section, name, value in _varying_kwargs(bound, varying)
     )
 
 
-def fold(bounds: Sequence[Bound], own: Collection[str], batch: int, seq: int) -> Bound:
+def fold(bounds: Sequence[Bound], varying: Collection[str], batch: int, seq: int) -> Bound:
     """Calls of one signature as one call of ``len(bounds) * batch`` rows, the first call's first.
 
     Differentiable with respect to every call's tensors.
@@ -44,28 +43,28 @@ def fold(bounds: Sequence[Bound], own: Collection[str], batch: int, seq: int) ->
     for number, section in enumerate(first.sections):
         all_kwargs = [bound.section(number) for bound in bounds]
         folded = {
-            name: _fold_own([kwargs[name] for kwargs in all_kwargs], batch, seq)
-            if name in own
-            else trees.map_leaves(lambda leaf: _tile(leaf, len(bounds)), value)
+            name: _fold_values([kwargs[name] for kwargs in all_kwargs], batch, seq)
+            if name in varying
+            else tree.map_leaves(lambda leaf: _tile(leaf, len(bounds)), value)
             for name, value in all_kwargs[0].items()
         }
         sections.append((section.layers, folded))
     return Bound.of((first.start, first.stop), sections)
 
 
-def act_after(hidden_BSD: Tensor, bound: Bound, layer: int, own: Collection[str]) -> Tensor:
+def act_after(hidden_BSD: Tensor, bound: Bound, layer: int, varying: Collection[str]) -> Tensor:
     """What kwargs that fold do to the output of ``layer``, as the block would."""
-    kwargs = {name: value for name, value in bound.for_layer(layer).items() if name in own}
+    kwargs = {name: value for name, value in bound.for_layer(layer).items() if name in varying}
     batch, seq, _ = hidden_BSD.shape
     acts = at_points(kwargs, LayerCall(layer, (batch, seq), heads=1, token_position=None))
     return acts[LEAVING](hidden_BSD) if LEAVING in acts else hidden_BSD
 
 
-def _own(bound: Bound, own: Collection[str]) -> Iterator[tuple[Any, str, Any]]:
-    """The sections' kwargs that are a variant's own: section, name, value."""
+def _varying_kwargs(bound: Bound, varying: Collection[str]) -> Iterator[tuple[Any, str, Any]]:
+    """The sections' kwargs that differ between variants: section, name, value."""
     for number, section in enumerate(bound.sections):
         for name, value in bound.section(number).items():
-            if name in own:
+            if name in varying:
                 yield section, name, value
 
 
@@ -81,7 +80,7 @@ def _leaf_signature(leaf: Axed | float) -> Hashable:
     return sizes, leaf.tensor.dtype, leaf.tensor.device
 
 
-def _fold_own(values: Sequence[Any], batch: int, seq: int) -> Any:
+def _fold_values(values: Sequence[Any], batch: int, seq: int) -> Any:
     if isinstance(values[0], list):  # edits, in order
         return [_fold_entries(entries, batch, seq) for entries in zip(*values, strict=True)]
     return _side_by_side(values, batch)
@@ -93,8 +92,8 @@ def _fold_entries(entries: Sequence[dict[str, Any]], batch: int, seq: int) -> di
     for key in ("value", "strength"):
         folded[key] = _side_by_side([entry[key] for entry in entries], batch)
     if any(entry.get("at") is not None for entry in entries):
-        every = Axed(torch.arange(seq)[None], ("batch", "seq"))
-        folded["at"] = _side_by_side([entry.get("at") or every for entry in entries], batch)
+        all_columns = Axed(torch.arange(seq)[None], ("batch", "seq"))
+        folded["at"] = _side_by_side([entry.get("at") or all_columns for entry in entries], batch)
     return folded
 
 

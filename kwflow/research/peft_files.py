@@ -24,7 +24,7 @@ PREFIX = "base_model.model."
 PROMPTS = "prompt_embeddings"  # the one tensor of prefix and prompt tuning
 
 # what a config may say of any adapter without a bearing on what it computes
-_SAYS = {
+_IGNORED = {
     *("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type"),
     *("inference_mode", "target_modules", "exclude_modules"),
 }
@@ -41,7 +41,7 @@ KNOWN: dict[str, set[str]] = {
         *(*_PROMPT, "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
     },
 }
-_PLAIN = {"bias": "none", "num_transformer_submodules": 1}  # what these say when they say nothing
+_DEFAULTS = {"bias": "none", "num_transformer_submodules": 1}  # what these say when they say nothing
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")  # that leave the base weights alone
 
 _WHY = {
@@ -96,7 +96,7 @@ def check(saved: Saved) -> str:
         hint = did_you_mean(kind, KNOWN)
         raise UnsupportedError(f"{where} is of peft_type {kind!r}; carried are {', '.join(KNOWN)}.{hint}")
     for name, value in config.items():
-        if name not in _SAYS | KNOWN[kind] and value and value != _PLAIN.get(name):
+        if name not in _IGNORED | KNOWN[kind] and value and value != _DEFAULTS.get(name):
             raise UnsupportedError(f"{where} has {name}={value!r:.60}: {_WHY.get(name, _NOT_KNOWN)}")
     if config.get("init_lora_weights") not in _INITS:
         raise UnsupportedError(
@@ -141,8 +141,8 @@ def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tens
     # not sort_keys: of patterns that fit one module, the first one counts
     (path / CONFIG).write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
     prefix = "" if PROMPTS in tensors else PREFIX
-    own = {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(own, path / WEIGHTS, metadata={"format": "pt"})
+    prefixed = {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(prefixed, path / WEIGHTS, metadata={"format": "pt"})
 
 
 # ---- live models -------------------------------------------------------------------------------------------------
@@ -181,15 +181,15 @@ def _active(model: Any, configs: Mapping[str, Any]) -> str:
     active = model.active_adapters  # a property of PEFT's, a method of transformers'
     names: list[str] = list(active() if callable(active) else active)  # type: ignore[arg-type]
     if len(names) != 1:
-        said = ", ".join(map(repr, configs))
-        raise KwargError(f"{len(names)} adapters of this model are active; name one of {said}: adapter=…")
+        names_text = ", ".join(map(repr, configs))
+        raise KwargError(f"{len(names)} adapters of this model are active; name one of {names_text}: adapter=…")
     return names[0]
 
 
 def _plain(value: Any) -> Any:
     """A config's value as JSON has it: enums are their text, sets are lists."""
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):
         return sorted(value)
     return str(value.value) if hasattr(value, "value") else value

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from kwflow.blocks.block import run
 from kwflow.blocks.precision import precision, upcast
 from kwflow.errors import KwargError, SpanError, UnsupportedError
-from kwflow.kwargs import prefix_kv as prefix
+from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.positions import token_positions
 from kwflow.models.families import blank_inputs, family_of, layer_list
-from kwflow.models.files.checkpoint import model_path
+from kwflow.models.files.checkpoint import model_name, model_path
 from kwflow.models.hooks import edit_hooks, on_input, on_output
 from kwflow.models.prepare import cache_argument
 from kwflow.models.quantize import as_pure, mode_of
-from kwflow.models.spans import config_attention, load_span, model_name, quiet
+from kwflow.models.spans import config_attention, load_span, quiet
 from kwflow.show.progress import progress
 
 
@@ -66,8 +66,8 @@ class Stream:
             for layer in progress(layers, f"streaming layers {bound.start}:{bound.stop}", len(layers)):
                 spec = load_span(self.model, layer, layer + 1, dtype=self._dtype, quantize=self.quantization)
                 params = spec.params if dtype == spec.dtype else upcast(spec.params, dtype)
-                own, _ = bound.part(None, (layer, layer + 1))
-                hidden = run(spec.blocks, params, hidden, own)
+                layer_bound, _ = bound.part(None, (layer, layer + 1))
+                hidden = run(spec.blocks, params, hidden, layer_bound)
         return hidden
 
 
@@ -94,24 +94,26 @@ class HuggingFace:
         layers = layer_list(base, self.family)
         if bound.stop > len(layers):
             raise SpanError(f"{self.name} has {len(layers)} layers, the flow asks for {bound.start}:{bound.stop}")
-        call = {name: leaf.tensor for name, leaf in bound.call().items()}
-        if (mask := call.get("attention_mask")) is not None and mask.dim() == 2:
-            call["attention_mask"] = mask.expand(hidden.shape[0], -1)
-        where = token_positions(call.get("attention_mask"), 0, hidden.shape[1], hidden.device)
-        if ahead := prefix.length(bound):
-            call["attention_mask"] = prefix.before(call.get("attention_mask"), ahead)
-            call[cache_argument(base.forward)] = _prefilled(bound, len(layers), hidden)
+        inputs = {name: leaf.tensor for name, leaf in bound.call().items()}
+        if (mask := inputs.get("attention_mask")) is not None and mask.dim() == 2:
+            inputs["attention_mask"] = mask.expand(hidden.shape[0], -1)
+        token_position = token_positions(inputs.get("attention_mask"), 0, hidden.shape[1], hidden.device)
+        if prefix_length := prefix_kv.length(bound):
+            inputs["attention_mask"] = prefix_kv.before(inputs.get("attention_mask"), prefix_length)
+            inputs[cache_argument(base.forward)] = _prefilled(bound, len(layers), hidden)
         if self.family.counts_mask:  # it would count a 4-D mask; learned positions are in hidden already
-            call["position_ids"] = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+            inputs["position_ids"] = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         seen: list[Tensor] = []
         hooks = []
 
         try:
             hooks.append(on_input(layers[bound.start], lambda _: hidden))
-            hooks += edit_hooks(layers, self.family, self.model.config.num_attention_heads, bound, where, hidden.shape)
+            hooks += edit_hooks(
+                layers, self.family, self.model.config.num_attention_heads, bound, token_position, hidden.shape
+            )
             hooks.append(on_output(layers[bound.stop - 1], lambda out: seen.append(out) or out))
             with torch.no_grad(), precision(dtype):
-                base(inputs_embeds=blank_inputs(model, hidden), use_cache=True, **call)
+                base(inputs_embeds=blank_inputs(model, hidden), use_cache=True, **inputs)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -123,21 +125,23 @@ def _prefilled(bound: Bound, layers: int, hidden: Tensor) -> Any:
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    given = {n: prefix.keys_values(bound.for_layer(n)[prefix.NAME], hidden) for n in range(bound.start, bound.stop)}
-    blank = [torch.zeros_like(t) for t in given[bound.start] or ()]
+    keys_values = {
+        n: prefix_kv.keys_values(bound.for_layer(n)[prefix_kv.NAME], hidden) for n in range(bound.start, bound.stop)
+    }
+    blank = [torch.zeros_like(t) for t in keys_values[bound.start] or ()]
     for number in range(layers):
-        k, v = given.get(number) or blank
+        k, v = keys_values.get(number) or blank
         cache.update(k, v, number)
     return cache
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Any:
     """A copy with its parameters in another precision, as a worker casts them; buffers (rotary) stay."""
-    other = as_pure(copy.deepcopy(model))
-    for parameter in other.parameters():
+    copied = as_pure(copy.deepcopy(model))
+    for parameter in copied.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
-    return other
+    return copied
 
 
 def load_local(model: str | os.PathLike[str]) -> Any:

@@ -39,8 +39,8 @@ def load(path: str | os.PathLike[str]) -> Vectors:
     """
     from kwflow.research.vector_files import read
 
-    by_layer, said = read(path)
-    return Vectors(by_layer, **said)
+    by_layer, metadata = read(path)
+    return Vectors(by_layer, **metadata)
 
 
 def as_hooks(model: Any, edits: Any) -> AbstractContextManager[Any]:
@@ -88,8 +88,8 @@ def contrast(
 
     Computed in float64, returned in float32 (float64 where hidden is). No gradients. Raises KwargError, SpanError.
     """
-    texts = {side: _texts(own, side) for side, own in (("positive", positive), ("negative", negative))}
-    counts = [len(own) for own in texts.values()]
+    texts = {side: _texts(side_texts, side) for side, side_texts in (("positive", positive), ("negative", negative))}
+    counts = [len(side_texts) for side_texts in texts.values()]
     if method not in METHODS:
         raise KwargError(f"method is {method!r}; give {' or '.join(METHODS)}.{did_you_mean(str(method), METHODS)}")
     if method == "pca" and counts[0] != counts[1]:
@@ -100,18 +100,18 @@ def contrast(
         raise KwargError(f"at is a {type(at).__name__}; contrast takes what is the same for every text, 'prompt[-1]'")
     if flow.start != 0:
         raise SpanError(f"contrast runs texts from layer 0; this flow has layers {flow.start}:{flow.stop}")
-    every = (0,) if point == "embed" else range(flow.stop)
-    chosen = sorted(numbers(every if layers is None else layers, "layers", "contrast"))
+    all_layers = (0,) if point == "embed" else range(flow.stop)
+    chosen = sorted(numbers(all_layers if layers is None else layers, "layers", "contrast"))
     if outside := [n for n in chosen if not 0 <= n < flow.stop]:
         raise SpanError(f"contrast: no layer {outside[0]}; this flow has layers 0:{flow.stop}")
     ends: Any = flow.ends
     with torch.no_grad():
         batches = _batches(flow[: chosen[-1] + 1], texts, {point: chosen}, at, batch_size)
-        found = _mean(batches, counts) if method == "mean" else _pca(batches)
-    kept = torch.promote_types(ends.dtype, torch.float32)
-    made = {layer: vector.to(kept) for layer, vector in found.items()}
+        directions = _mean(batches, counts) if method == "mean" else _pca(batches)
+    dtype = torch.promote_types(ends.dtype, torch.float32)
+    by_layer = {layer: vector.to(dtype) for layer, vector in directions.items()}
     kind = getattr(getattr(ends, "config", None), "model_type", "")
-    return Vectors(made, point, model=ends.name, model_type=kind, method=method)
+    return Vectors(by_layer, point, model=ends.name, model_type=kind, method=method)
 
 
 Batch = tuple[str, dict[int, Tensor]]  # positive or negative; by layer (N, D or head head_dim)
@@ -123,14 +123,14 @@ def _batches(
     """Activations of the texts, a batch at a time."""
     from kwflow.show.progress import progress
 
-    cuts = [(side, i) for side, own in texts.items() for i in range(0, len(own), size)]
+    cuts = [(side, i) for side, side_texts in texts.items() for i in range(0, len(side_texts), size)]
     for side, start in progress(cuts, "contrasting texts", len(cuts), unit="batch"):
         batch = list(texts[side][start : start + size])
-        made = flow.ends.tokenize(batch)
-        if empty := (made["attention_mask"].sum(1) == 0).nonzero().flatten().tolist():
+        tokens = flow.ends.tokenize(batch)
+        if empty := (tokens["attention_mask"].sum(1) == 0).nonzero().flatten().tolist():
             raise KwargError(f"{side}[{start + empty[0]}]: {batch[empty[0]]!r:.40} is not one token")
         try:
-            _, acts = flow.capture(points, at=at, mean=True, **flow.inputs(made))
+            _, acts = flow.capture(points, at=at, mean=True, **flow.inputs(tokens))
         except KwargError as error:
             raise KwargError(f"{side}[{start}:{start + len(batch)}]: {error}") from error
         yield side, {layer: acts[point, layer][:, 0] for point, layer in acts}
@@ -148,13 +148,13 @@ def _mean(batches: Iterator[Batch], counts: Sequence[int]) -> dict[int, Tensor]:
 
 def _pca(batches: Iterator[Batch]) -> dict[int, Tensor]:
     """The first right singular vector of the pairs' differences, towards the positives."""
-    found: dict[str, dict[int, list[Tensor]]] = {side: {} for side in ("positive", "negative")}
+    activations: dict[str, dict[int, list[Tensor]]] = {side: {} for side in ("positive", "negative")}
     for side, acts in batches:
         for layer, rows in acts.items():
-            found[side].setdefault(layer, []).append(rows)
-    out = {}
-    for layer, positive in found["positive"].items():
-        difference = torch.cat(positive).double() - torch.cat(found["negative"][layer]).double()
+            activations[side].setdefault(layer, []).append(rows)
+    directions = {}
+    for layer, positive in activations["positive"].items():
+        difference = torch.cat(positive).double() - torch.cat(activations["negative"][layer]).double()
         flat_ND = difference.flatten(1)
         if not bool(flat_ND.any()):
             raise KwargError(f"method='pca': positive and negative texts are the same at layer {layer}")
@@ -163,12 +163,12 @@ def _pca(batches: Iterator[Batch]) -> dict[int, Tensor]:
         first = torch.linalg.eigh(flat_ND @ flat_ND.T if wide else flat_ND.T @ flat_ND).eigenvectors[:, -1]
         first = flat_ND.T @ first if wide else first
         sign = -1.0 if float(flat_ND.mean(0) @ first) < 0 else 1.0
-        out[layer] = (sign * first / first.norm()).view(difference.shape[1:])
-    return out
+        directions[layer] = (sign * first / first.norm()).view(difference.shape[1:])
+    return directions
 
 
-def _texts(given: Any, name: str) -> list[str]:
-    texts = [given] if isinstance(given, str) else given
+def _texts(value: Any, name: str) -> list[str]:
+    texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
-        raise KwargError(f"{name} is {given!r:.60}; give texts, at least one")
+        raise KwargError(f"{name} is {value!r:.60}; give texts, at least one")
     return list(texts)

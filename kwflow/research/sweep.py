@@ -25,8 +25,9 @@ from kwflow.client.call import IN_FLIGHT, Plan
 from kwflow.client.flow import Flow
 from kwflow.errors import CallerError, KwargError, ShapeError
 from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.builtin import FOLDS
 from kwflow.kwargs.edit import Edit
-from kwflow.research.folding import FOLDS, act_after, fold, signature
+from kwflow.research.folding import act_after, fold, signature
 
 Reduce = Callable[[Tensor], Any]
 
@@ -51,13 +52,12 @@ class Grid:
 
     def __iter__(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Label and kwargs of every variant; the last axis changes fastest."""
-        for place in itertools.product(*map(range, self.shape)):
-            chosen = {name: values[i] for (name, values), i in zip(self.axes.items(), place, strict=True)}
-            said = [_said(name, i, chosen[name]) for name, i in zip(chosen, place, strict=True)]
-            label = ", ".join(said)
+        for indices in itertools.product(*map(range, self.shape)):
+            chosen = {name: values[i] for (name, values), i in zip(self.axes.items(), indices, strict=True)}
+            label = ", ".join(_axis_label(name, i, chosen[name]) for name, i in zip(chosen, indices, strict=True))
             with _about(label):
-                made = self.make(**chosen)
-                kwargs = made if isinstance(made, Mapping) else {"edit": _edits(made)}
+                result = self.make(**chosen)
+                kwargs = result if isinstance(result, Mapping) else {"edit": _edits(result)}
             yield label, kwargs
 
 
@@ -70,7 +70,7 @@ def grid(make: Callable[..., Any], /, **axes: Any) -> Grid:
     ``make`` is called with one value of each axis and gives an edit, a list of edits, or a call's kwargs. An axis is
     a sequence, or a tensor of one value for each entry along its first dimension. Raises KwargError.
     """
-    found = {}
+    checked = {}
     for name, values in axes.items():
         if hasattr(values, "__array__") and not isinstance(values, Tensor):
             values = torch.as_tensor(values)
@@ -81,12 +81,12 @@ def grid(make: Callable[..., Any], /, **axes: Any) -> Grid:
                 f"kf.grid: {name}={values!r:.60} is no axis; give a list, a range or a tensor of values "
                 f"(what is the same for all goes into functools.partial or a lambda)"
             )
-        found[name] = values
-    if not callable(make) or not found:
+        checked[name] = values
+    if not callable(make) or not checked:
         raise KwargError(
             f"kf.grid takes a function and its axes: kf.grid(kf.add, value=[v, w], layers=[8]), got {make!r:.60}"
         )
-    return Grid(make, found)
+    return Grid(make, checked)
 
 
 def sweep(flow: Flow, x: Mapping[str, Any], variants: Any, reduce: Reduce | None = None) -> Any:
@@ -109,119 +109,15 @@ def sweep(flow: Flow, x: Mapping[str, Any], variants: Any, reduce: Reduce | None
     named = _named(variants)
     runs = [_Run.of(flow, x, label, kwargs) for label, kwargs in named]
     outputs = progress(_outputs(flow, x, runs), "sweeping", len(runs), unit="variant")
-    found: dict[int, Any] = {}
+    by_number: dict[int, Any] = {}
     for number, out in outputs:
         with _about(named[number][0]):
-            found[number] = out if reduce is None else reduce(out)
-    results = [found[number] for number in range(len(runs))]
+            by_number[number] = out if reduce is None else reduce(out)
+    results = [by_number[number] for number in range(len(runs))]
     if isinstance(variants, Mapping):
         return dict(zip(variants, results, strict=True))
     whole = _stack(results, [label for label, _ in named])
     return whole.unflatten(0, variants.shape) if isinstance(variants, Grid) else whole
-
-
-# ---- what differs, and from which layer on -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Run:
-    """One variant: its kwargs bound, and from which layer on it differs from the others' common call."""
-
-    label: Any
-    bound: Bound
-    own: frozenset[str]
-    start: int  # the first layer that runs for this variant
-    after: int | None  # its steer and edits at this layer's output are done before
-
-    @classmethod
-    def of(cls, flow: Flow, x: Mapping[str, Any], label: Any, kwargs: Any) -> _Run:
-        with _about(label):
-            if not isinstance(kwargs, Mapping):
-                raise KwargError(
-                    f"a {type(kwargs).__name__}; give a call's kwargs, such as {{'edit': [kf.add(v, 12)]}}"
-                )
-            if both := sorted(kwargs.keys() & x.keys()):
-                raise KwargError(f"{both[0]!r} is in x too; x has what holds for all variants")
-            if "capture" in (x.keys() | kwargs.keys()):
-                raise KwargError("a sweep brings back hidden alone; reduce= sees each variant's")
-            if "hidden" not in x:
-                raise KwargError("x has no hidden; give what flow.inputs makes")
-            call = {**x, **kwargs}
-            plan = flow.plan(call.pop("hidden"), call)
-        own = frozenset(kwargs)
-        first = _first_layer(plan.bound, own)
-        if first < flow.stop and _acts_after(plan.bound, first, own, x) and _as_here(plan, first, x["hidden"]):
-            return cls(label, plan.bound, own, first + 1, first)
-        return cls(label, plan.bound, own, first, None)
-
-
-def _first_layer(bound: Bound, own: frozenset[str]) -> int:
-    """The first layer that a variant's own kwargs reach."""
-    mine = [section.layers for number, section in enumerate(bound.sections) if own & bound.section(number).keys()]
-    return min([bound.start if isinstance(layers, str) else min(layers) for layers in mine], default=bound.stop)
-
-
-def _acts_after(bound: Bound, layer: int, own: frozenset[str], x: Mapping[str, Any]) -> bool:
-    """Whether all that a variant does at a layer is done to the layer's output, after whatever x does there."""
-    mine = {name: value for name, value in bound.for_layer(layer).items() if name in own}
-    if not mine.keys() <= FOLDS or own & bound.call().keys() or ("steer" in mine and "edit" in x):
-        return False
-    return all(entry["point"] == "resid" for entry in mine.get("edit", ()))
-
-
-def _as_here(plan: Plan, layer: int, hidden: Tensor) -> bool:
-    """Whether a worker does at this layer's output what ``act_after`` does here: no block_fn of its own, which may do
-    more after the block, and no other precision."""
-    hellos = [hop.hello for hop in plan.route if hop.start <= layer < hop.stop]
-    dtype = str(hidden.dtype).removeprefix("torch.")
-    return all(
-        not hello["fingerprint"].get("block_fn") and (plan.options.dtype or hello["dtype"]) == dtype for hello in hellos
-    )
-
-
-# ---- runs --------------------------------------------------------------------------------------------------------
-
-
-def _outputs(flow: Flow, x: Mapping[str, Any], runs: Sequence[_Run]) -> Iterator[tuple[int, Tensor]]:
-    """Each run's number and output, those that differ first last: what is before them has run by then."""
-    common = {name: value for name, value in x.items() if name != "hidden"}
-    hidden, reached, base = x["hidden"], flow.start, flow.plan(x["hidden"], common).bound
-    for start, pieces in _pieces(runs, hidden.shape, flow).items():
-        if start > reached:
-            hidden, reached = _layers(flow, hidden, base, (reached, start)), start
-        for numbers in pieces:
-            together = [runs[number] for number in numbers]
-            with _about(*(run.label for run in together)):
-                out = _run(flow, hidden, together)
-            yield from zip(numbers, out.split(len(hidden)) if len(hidden) else [out] * len(numbers), strict=True)
-
-
-def _pieces(runs: Sequence[_Run], shape: torch.Size, flow: Flow) -> dict[int, list[list[int]]]:
-    """Which runs go together, by the layer where they start: as many at once as keep a route's workers busy."""
-    groups: dict[Any, list[int]] = {}
-    for number, run in enumerate(runs):
-        alike = signature(run.bound, run.own) if run.own <= FOLDS else number
-        groups.setdefault((run.start, run.after, run.own, alike), []).append(number)
-    tokens = IN_FLIGHT * flow._options.batch_tokens
-    size = max(1, tokens // max(1, shape[0] * shape[1]))
-    found: dict[int, list[list[int]]] = {}
-    for (start, *_), numbers in sorted(groups.items(), key=lambda item: item[0][0]):
-        found.setdefault(start, []).extend(numbers[i : i + size] for i in range(0, len(numbers), size))
-    return found
-
-
-def _run(flow: Flow, hidden_BSD: Tensor, runs: Sequence[_Run]) -> Tensor:
-    """The outputs of runs that fold, one below the other, from the hidden at the layer where they start."""
-    first = runs[0]
-    bound = fold([run.bound for run in runs], first.own, *hidden_BSD.shape[:2])
-    wide = hidden_BSD.repeat(len(runs), 1, 1)
-    if first.after is not None:
-        wide = act_after(wide, bound, first.after, first.own)
-    return wide if first.start == flow.stop else _layers(flow, wide, bound, (first.start, flow.stop))
-
-
-def _layers(flow: Flow, hidden: Tensor, bound: Bound, span: tuple[int, int]) -> Tensor:
-    return flow[span[0] : span[1]].run_bound(hidden, bound.part(None, span)[0])[0]
 
 
 # ---- what a caller gives and gets --------------------------------------------------------------------------------
@@ -261,14 +157,14 @@ def _stack(results: Sequence[Any], labels: Sequence[Any]) -> Tensor:
     return torch.stack(tensors)
 
 
-def _edits(made: Any) -> list[Any]:
-    edits = [made] if isinstance(made, Edit) else made
+def _edits(result: Any) -> list[Any]:
+    edits = [result] if isinstance(result, Edit) else result
     if not isinstance(edits, Sequence) or not all(isinstance(edit, Edit) for edit in edits):
-        raise KwargError(f"the function of kf.grid gave a {type(made).__name__}; it gives an edit, edits or kwargs")
+        raise KwargError(f"the function of kf.grid gave a {type(result).__name__}; it gives an edit, edits or kwargs")
     return list(edits)
 
 
-def _said(name: str, number: int, value: Any) -> str:
+def _axis_label(name: str, number: int, value: Any) -> str:
     return f"{name}[{number}]" if isinstance(value, Tensor) else f"{name}={value!r:.40}"
 
 
@@ -283,3 +179,113 @@ def _about(first: Any, *others: Any) -> Iterator[None]:
     except Exception as error:
         error.add_note(f"in kf.sweep, {which}")
         raise
+
+
+# ---- what differs, and from which layer on -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """One variant: its kwargs bound, and from which layer on it differs from the others' common call."""
+
+    label: Any
+    bound: Bound
+    varying: frozenset[str]  # names of the kwargs that are this variant's alone
+    start: int  # the first layer that runs for this variant
+    after: int | None  # its steer and edits at this layer's output are done before
+
+    @classmethod
+    def of(cls, flow: Flow, x: Mapping[str, Any], label: Any, kwargs: Any) -> _Run:
+        with _about(label):
+            if not isinstance(kwargs, Mapping):
+                raise KwargError(
+                    f"a {type(kwargs).__name__}; give a call's kwargs, such as {{'edit': [kf.add(v, 12)]}}"
+                )
+            if both := sorted(kwargs.keys() & x.keys()):
+                raise KwargError(f"{both[0]!r} is in x too; x has what holds for all variants")
+            if "capture" in (x.keys() | kwargs.keys()):
+                raise KwargError("a sweep brings back hidden alone; reduce= sees each variant's")
+            if "hidden" not in x:
+                raise KwargError("x has no hidden; give what flow.inputs makes")
+            call = {**x, **kwargs}
+            plan = flow.plan(call.pop("hidden"), call)
+        varying = frozenset(kwargs)
+        first = _first_layer(plan.bound, varying)
+        if (
+            first < flow.stop
+            and _acts_after(plan.bound, first, varying, x)
+            and _same_on_worker(plan, first, x["hidden"])
+        ):
+            return cls(label, plan.bound, varying, first + 1, first)
+        return cls(label, plan.bound, varying, first, None)
+
+
+def _first_layer(bound: Bound, varying: frozenset[str]) -> int:
+    """The first layer that a variant's varying kwargs reach."""
+    reached = [
+        section.layers for number, section in enumerate(bound.sections) if varying & bound.section(number).keys()
+    ]
+    return min([bound.start if isinstance(layers, str) else min(layers) for layers in reached], default=bound.stop)
+
+
+def _acts_after(bound: Bound, layer: int, varying: frozenset[str], x: Mapping[str, Any]) -> bool:
+    """Whether all that a variant does at a layer is done to the layer's output, after whatever x does there."""
+    layer_kwargs = {name: value for name, value in bound.for_layer(layer).items() if name in varying}
+    if not layer_kwargs.keys() <= FOLDS or varying & bound.call().keys() or ("steer" in layer_kwargs and "edit" in x):
+        return False
+    return all(entry["point"] == "resid" for entry in layer_kwargs.get("edit", ()))
+
+
+def _same_on_worker(plan: Plan, layer: int, hidden: Tensor) -> bool:
+    """Whether a worker does at this layer's output what ``act_after`` does here: no block_fn of its own, which may do
+    more after the block, and no other precision."""
+    hellos = [hop.hello for hop in plan.route if hop.start <= layer < hop.stop]
+    dtype = str(hidden.dtype).removeprefix("torch.")
+    return all(
+        not hello["fingerprint"].get("block_fn") and (plan.options.dtype or hello["dtype"]) == dtype for hello in hellos
+    )
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------
+
+
+def _outputs(flow: Flow, x: Mapping[str, Any], runs: Sequence[_Run]) -> Iterator[tuple[int, Tensor]]:
+    """Each run's number and output, those that differ first last: what is before them has run by then."""
+    common = {name: value for name, value in x.items() if name != "hidden"}
+    hidden, reached, base = x["hidden"], flow.start, flow.plan(x["hidden"], common).bound
+    for start, pieces in _pieces(runs, hidden.shape, flow).items():
+        if start > reached:
+            hidden, reached = _layers(flow, hidden, base, (reached, start)), start
+        for numbers in pieces:
+            together = [runs[number] for number in numbers]
+            with _about(*(run.label for run in together)):
+                out = _run(flow, hidden, together)
+            yield from zip(numbers, out.split(len(hidden)) if len(hidden) else [out] * len(numbers), strict=True)
+
+
+def _pieces(runs: Sequence[_Run], shape: torch.Size, flow: Flow) -> dict[int, list[list[int]]]:
+    """Which runs go together, by the layer where they start: as many at once as keep a route's workers busy."""
+    groups: dict[Any, list[int]] = {}
+    for number, run in enumerate(runs):
+        fold_key = signature(run.bound, run.varying) if run.varying <= FOLDS else number
+        groups.setdefault((run.start, run.after, run.varying, fold_key), []).append(number)
+    tokens = IN_FLIGHT * flow._options.batch_tokens
+    size = max(1, tokens // max(1, shape[0] * shape[1]))
+    by_start: dict[int, list[list[int]]] = {}
+    for (start, *_), numbers in sorted(groups.items(), key=lambda item: item[0][0]):
+        by_start.setdefault(start, []).extend(numbers[i : i + size] for i in range(0, len(numbers), size))
+    return by_start
+
+
+def _run(flow: Flow, hidden_BSD: Tensor, runs: Sequence[_Run]) -> Tensor:
+    """The outputs of runs that fold, one below the other, from the hidden at the layer where they start."""
+    first = runs[0]
+    bound = fold([run.bound for run in runs], first.varying, *hidden_BSD.shape[:2])
+    wide = hidden_BSD.repeat(len(runs), 1, 1)
+    if first.after is not None:
+        wide = act_after(wide, bound, first.after, first.varying)
+    return wide if first.start == flow.stop else _layers(flow, wide, bound, (first.start, flow.stop))
+
+
+def _layers(flow: Flow, hidden: Tensor, bound: Bound, span: tuple[int, int]) -> Tensor:
+    return flow[span[0] : span[1]].run_bound(hidden, bound.part(None, span)[0])[0]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numbers as kinds
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -59,15 +59,15 @@ class Vectors:
                 got = describe(vector) if isinstance(vector, Tensor) else type(vector).__name__
                 raise KwargError(f"{what}: layer {layer} has a {got}; give float tensors")
             if vector.dim() != rank or vector.shape != first.shape:
-                one = "(head, head_dim)" if rank == 2 else "(hidden,)"
-                raise ShapeError(f"{what}: layer {layer} has {describe(vector)}; each is {one}, all of one shape")
+                expected = "(head, head_dim)" if rank == 2 else "(hidden,)"
+                raise ShapeError(f"{what}: layer {layer} has {describe(vector)}; each is {expected}, all of one shape")
         object.__setattr__(self, "by_layer", MappingProxyType({n: self.by_layer[n] for n in sorted(layers)}))
 
     def __repr__(self) -> str:
-        said = [name for name in (self.method, self.model and f"of {self.model}") if name]
+        origin = [name for name in (self.method, self.model and f"of {self.model}") if name]
         first = next(iter(self.by_layer.values()))
         layers = ", ".join(map(str, self.layers)) if len(self) < 9 else f"{self.layers[0]}, …, {self.layers[-1]}"
-        return f"Vectors(layers [{layers}] at {self.point}, {describe(first)}{''.join(f', {text}' for text in said)})"
+        return f"Vectors(layers [{layers}] at {self.point}, {describe(first)}{''.join(f', {text}' for text in origin)})"
 
     # ---- what is in it
 
@@ -109,44 +109,46 @@ class Vectors:
 
     __array_ufunc__ = None  # numpy's numbers ask __rmul__, and do not take the layers' numbers for an array
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> Vectors:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Vectors:
         return replace(self, by_layer={layer: change(vector) for layer, vector in self.items()})
 
     def __mul__(self, factor: Any) -> Vectors:
-        return self._each(lambda vector: vector * _plain(factor)) if _is_scalar(factor) else NotImplemented
+        return self._map(lambda vector: vector * _as_number(factor)) if _is_scalar(factor) else NotImplemented
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> Vectors:
         if not isinstance(divisor, Tensor) and divisor == 0:
             raise KwargError(f"{self!r} / {divisor}: division by zero")
-        return self._each(lambda vector: vector / _plain(divisor)) if _is_scalar(divisor) else NotImplemented
+        return self._map(lambda vector: vector / _as_number(divisor)) if _is_scalar(divisor) else NotImplemented
 
     def __neg__(self) -> Vectors:
-        return self._each(torch.neg)
+        return self._map(torch.neg)
 
     def __add__(self, other: Any) -> Vectors:
         """Layer by layer; a layer that one of them lacks is the other's alone."""
         if not isinstance(other, Vectors):
             return NotImplemented
-        self._fits(other)
+        self._check_fits(other)
         both = {n: self.by_layer[n] + other.by_layer[n] for n in self if n in other}
-        said = {n: mine for n in ("model", "model_type", "method") if (mine := getattr(self, n)) == getattr(other, n)}
-        return Vectors({**self.by_layer, **other.by_layer, **both}, self.point, **said)
+        origin = {
+            n: value for n in ("model", "model_type", "method") if (value := getattr(self, n)) == getattr(other, n)
+        }
+        return Vectors({**self.by_layer, **other.by_layer, **both}, self.point, **origin)
 
     def __sub__(self, other: Any) -> Vectors:
         return self + (-other) if isinstance(other, Vectors) else NotImplemented
 
     def normalized(self) -> Vectors:
         """Each layer's vector at length 1 (over all its numbers). Raises KwargError for one of length 0."""
-        self._no_zeros("normalized")
-        return self._each(lambda vector: vector / _length(vector))
+        self._check_nonzero("normalized")
+        return self._map(lambda vector: vector / _length(vector))
 
     def project_out(self, other: Vectors) -> Vectors:
         """Each layer's vector without its component along ``other``'s there, which must have all these layers."""
-        self._fits(other)
+        self._check_fits(other)
         along = other.at_layers(self.layers)
-        along._no_zeros("project_out")
+        along._check_nonzero("project_out")
 
         def without(vector: Tensor, unit: Tensor) -> Tensor:
             return vector - (vector * unit).sum() * unit
@@ -156,25 +158,25 @@ class Vectors:
 
     def cosine(self, other: Vectors) -> dict[int, Tensor]:
         """The cosine similarity at each layer that both have, each a tensor (). Raises SpanError if there is none."""
-        self._fits(other)
+        self._check_fits(other)
         shared = [n for n in self if n in other]
         if not shared:
             raise SpanError(f"{self!r} and {other!r} have no layer in common")
-        mine, theirs = self.at_layers(shared).normalized(), other.at_layers(shared).normalized()
-        return {n: (mine.by_layer[n] * theirs.by_layer[n]).sum() for n in shared}
+        units, other_units = self.at_layers(shared).normalized(), other.at_layers(shared).normalized()
+        return {n: (units.by_layer[n] * other_units.by_layer[n]).sum() for n in shared}
 
     def to(self, *args: Any, **kwargs: Any) -> Vectors:
         """In another dtype or on another device; arguments as ``Tensor.to``'s."""
-        return self._each(lambda vector: vector.to(*args, **kwargs))
+        return self._map(lambda vector: vector.to(*args, **kwargs))
 
-    def _fits(self, other: Any) -> None:
+    def _check_fits(self, other: Any) -> None:
         if not isinstance(other, Vectors):
             raise KwargError(f"{type(other).__name__} is not kf.steering.Vectors")
-        mine, theirs = (next(iter(one.by_layer.values())).shape for one in (self, other))
-        if self.point != other.point or mine != theirs:
+        shape, other_shape = (next(iter(vectors.by_layer.values())).shape for vectors in (self, other))
+        if self.point != other.point or shape != other_shape:
             raise ShapeError(f"{self!r} and {other!r} are of different points or sizes")
 
-    def _no_zeros(self, what: str) -> None:
+    def _check_nonzero(self, what: str) -> None:
         for layer, vector in self.items():
             if not is_wrapped(vector) and not bool(vector.any()):
                 raise KwargError(f"{what}: the vector of layer {layer} is zero: it has no direction")
@@ -194,7 +196,7 @@ class Vectors:
         """
         return [
             add(vector, layer, point=self.point, at=at, scale=scale)
-            for layer, vector in self._some(layers).items()
+            for layer, vector in self._chosen(layers).items()
             if not _adds_nothing(vector, scale)
         ]
 
@@ -203,8 +205,8 @@ class Vectors:
 
         One direction at many layers is ``kf.project_out(v[12], layers=range(30))``.
         """
-        chosen = self._some(layers)
-        chosen._no_zeros("ablate")
+        chosen = self._chosen(layers)
+        chosen._check_nonzero("ablate")
         return [project_out(vector, n, point=self.point, at=at, scale=scale) for n, vector in chosen.items()]
 
     def as_hooks(
@@ -221,21 +223,20 @@ class Vectors:
         GGUF holds float32 at the point ``resid`` of layers from 1 on; see ``kwflow.research.vector_files``. Raises
         KwargError for what the format cannot say.
         """
-        from kwflow.research.vector_files import write
+        from kwflow.research.vector_files import METADATA, write
 
-        said = {name: getattr(self, name) for name in ("point", "model", "model_type", "method")}
-        write(path, self.by_layer, said)
+        write(path, self.by_layer, {name: getattr(self, name) for name in METADATA})
 
-    def _some(self, layers: Any) -> Vectors:
+    def _chosen(self, layers: Any) -> Vectors:
         return self if layers is None else self.at_layers(layers)
 
 
 def _is_scalar(factor: Any) -> bool:
     tensor = isinstance(factor, Tensor) and factor.dim() == 0
-    return tensor or (isinstance(factor, kinds.Real) and not isinstance(factor, bool))
+    return tensor or (isinstance(factor, Real) and not isinstance(factor, bool))
 
 
-def _plain(number: Any) -> Any:
+def _as_number(number: Any) -> Any:
     """A number of numpy's as Python's."""
     return number if isinstance(number, Tensor) else float(number)
 

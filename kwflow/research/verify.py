@@ -22,7 +22,7 @@ from kwflow.client.peers import Hop
 from kwflow.errors import KwargError, KwflowError, SpanError
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bound import Span
-from kwflow.show import html as pages
+from kwflow.show import html
 from kwflow.show.progress import progress
 
 NOISE_FALLS_BY = 1e4  # fp32 to fp64 lowers rounding by 2^29; a bug stays
@@ -82,11 +82,11 @@ class Match:
 
     def _repr_html_(self) -> str:
         header, *rows = self._rows()
-        below = [pages.line(f"cannot be bitwise: {reason}") for reason in self.reasons]
-        below += [pages.line(note) for note in self.notes]
-        sides = pages.line(f"{self.sides[0]} against {self.sides[1]}", dim=True)
-        colour = pages.BLUE if self else pages.ORANGE
-        return pages.page(self.verdict.upper(), sides, pages.table(header, rows), *below, said=self.why, colour=colour)
+        below = [html.line(f"cannot be bitwise: {reason}") for reason in self.reasons]
+        below += [html.line(note) for note in self.notes]
+        sides = html.line(f"{self.sides[0]} against {self.sides[1]}", dim=True)
+        colour = html.BLUE if self else html.ORANGE
+        return html.page(self.verdict.upper(), sides, html.table(header, rows), *below, text=self.why, colour=colour)
 
 
 def exact_match(
@@ -117,14 +117,14 @@ def exact_match(
     outputs, reasons = [], list[str]()
     with torch.no_grad():
         bound = flow.plan(hidden, kwargs).bound
-        plans = [one.plan_bound(hidden, bound.part(None, one.span)[0]) for _, one in parts]
+        plans = [part.plan_bound(hidden, bound.part(None, part.span)[0]) for _, part in parts]
         if threads is None:
             threads = min(int(hop.hello["fingerprint"]["threads"]) for plan in plans for hop in plan.route)
         with threads_set(threads):
             reasons, notes = differences(plans, local, hidden), casts(plans, local, hidden)
             pairs = zip(parts, plans, strict=True)
-            for (name, one), plan in progress(pairs, "comparing", len(parts)):
-                ours, expected = one.run_bound(hidden, plan.bound)[0], _by_cuts(plan, local, hidden)
+            for (name, part), plan in progress(pairs, "comparing", len(parts)):
+                ours, expected = part.run_bound(hidden, plan.bound)[0], _by_cuts(plan, local, hidden)
                 outputs.append(compare(name, *_at_tokens(ours, expected, kwargs)))
                 if layers is None and (flow.start, flow.stop) == (0, flow.ends.layers):
                     logits = _at_tokens(flow.head(ours), flow.head(expected), kwargs)
@@ -134,11 +134,94 @@ def exact_match(
         why = f"all bits are equal ({hidden.numel():,} numbers per hidden)"
         return Match("bitwise", why, tuple(outputs), (), None, sides, notes)
     gap = max(c.max_rel for c in outputs if c.name != "logits")
-    if other := quantized_otherwise(plans, local):
-        why = f"{other}, so the sides have other weights (max rel {gap:.2g})"
+    if quantized := quantized_otherwise(plans, local):
+        why = f"{quantized}, so the sides have other weights (max rel {gap:.2g})"
         return Match("different", why, tuple(outputs), tuple(reasons), None, sides, notes)
-    found = _judge(parts, plans, local, hidden, kwargs, tuple(outputs), tuple(reasons), gap, sides)
-    return replace(found, notes=(*found.notes, *notes))
+    match = _judge(parts, plans, local, hidden, kwargs, tuple(outputs), tuple(reasons), gap, sides)
+    return replace(match, notes=(*match.notes, *notes))
+
+
+def _judge(
+    parts: Sequence[tuple[str, Flow]],
+    plans: Sequence[Plan],
+    local: Any,
+    hidden: Tensor,
+    kwargs: dict[str, Any],
+    outputs: tuple[Comparison, ...],
+    reasons: tuple[str, ...],
+    gap: float,
+    sides: tuple[str, str],
+) -> Match:
+    """Run both sides in float64: noise when the gap falls by 10^4 or more."""
+    hidden64, gaps = hidden.double(), []
+    reason = f"; {reasons[0]}" if reasons else ""
+    try:
+        pairs = zip(parts, plans, strict=True)
+        for (name, part), plan in progress(pairs, "comparing in float64", len(parts)):
+            ours = part.options(dtype="float64").run_bound(hidden64, plan.bound)[0]
+            expected = _by_cuts(plan, local, hidden64, torch.float64)
+            gaps.append(compare(name, *_at_tokens(ours, expected, kwargs)).max_rel)
+    except (KwflowError, RuntimeError) as error:
+        why = f"not bitwise (max rel {gap:.2g}){reason}; a side refused float64: {str(error)[:120]}"
+        return Match("no fp64 verdict", why, outputs, reasons, None, sides)
+    fell = gap / max(gaps) if max(gaps) else float("inf")
+    note = (f"max rel {gap:.3g} in {_short(_dtype(plans[0].route[0]))}, {max(gaps):.3g} in float64",)
+    if fell >= NOISE_FALLS_BY:
+        why = f"rounding: in float64 the gap falls by {fell:.1e}{reason}"
+        return Match("noise", why, outputs, reasons, max(gaps), sides, note)
+    why = f"the gap stays in float64 (max rel {gap:.2g} to {max(gaps):.2g}), so the sides compute other things{reason}"
+    return Match("different", why, outputs, reasons, max(gaps), sides, note)
+
+
+def _by_cuts(plan: Plan, local: Any, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The reference as the flow runs: the same rows together, and each worker's layers in that worker's dtype."""
+    outs = []
+    spans = [(local.cast(span_dtype), span) for span_dtype, span in _spans(plan, hidden.dtype)]
+    for rows in plan.cuts:
+        out = hidden[rows[0] : rows[1]]
+        for reference, span in spans:
+            bound, _ = plan.bound.part(rows, span)
+            run_dtype = dtype or reference.dtype
+            out = reference.run(out.to(run_dtype), bound, run_dtype).to(hidden.device, hidden.dtype)
+        outs.append(out)
+    return torch.cat(outs)
+
+
+def _spans(plan: Plan, between: torch.dtype) -> list[tuple[torch.dtype, Span]]:
+    """The route's spans by dtype; neighbours are one where the hidden between them loses nothing."""
+    spans: list[tuple[torch.dtype, Span]] = []
+    for hop in plan.route:
+        dtype = _dtype(hop)
+        if spans and spans[-1][0] == dtype and _holds(between, dtype):
+            spans[-1] = dtype, (spans[-1][1][0], hop.stop)
+        else:
+            spans.append((dtype, hop.span))
+    return spans
+
+
+def _at_tokens(ours: Tensor, expected: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Both sides whole when all bits are equal, else at the tokens only: what stands at a pad means nothing."""
+    mask = kwargs.get("attention_mask")
+    mask = mask.tensor if isinstance(mask, Axed) else mask
+    if (
+        not isinstance(mask, Tensor)
+        or mask.dim() != 2
+        or (ours.dtype == expected.dtype and torch.equal(ours, expected))
+    ):
+        return ours, expected
+    at = mask.bool().expand(ours.shape[0], -1)
+    return ours[at], expected[at]
+
+
+@contextmanager
+def threads_set(threads: int) -> Iterator[None]:
+    """Within, torch computes with this many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def stream(model: str | os.PathLike[str], dtype: Any = None, quantize: str | None = None) -> Any:
@@ -161,6 +244,24 @@ def compare(name: str, ours: Tensor, expected: Tensor, *, top1: bool = False) ->
     return Comparison(name, bitwise, worst, relative, _ulp(ours, expected), agree, tuple(ours.shape))
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(sizes[tensor.element_size()]) if tensor.is_floating_point() else tensor
+
+
+def _ulp(ours: Tensor, expected: Tensor) -> tuple[float, float]:
+    """The distance in representable numbers: median and largest."""
+    if not ours.numel() or ours.dtype != expected.dtype or not ours.is_floating_point():
+        return 0.0, 0.0
+    ordered = []
+    for tensor in (ours, expected):
+        bits = _bits(tensor).to(torch.int64)
+        lowest = -(1 << (8 * tensor.element_size() - 1))
+        ordered.append(torch.where(bits < 0, lowest - bits, bits))
+    distance = (ordered[0].double() - ordered[1].double()).abs()
+    return distance.median().item(), distance.max().item()
+
+
 def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     """Why the bits may differ: every part of the workers' fingerprints that is not the reference's."""
     here = {
@@ -170,47 +271,47 @@ def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
         "threads": torch.get_num_threads(),
         "attention": local.attention,
     }
-    found = [other] if (other := quantized_otherwise(plans, local)) else []
+    reasons = [quantized] if (quantized := quantized_otherwise(plans, local)) else []
     for hop in _workers(plans):
-        theirs, who = hop.hello["fingerprint"], f"worker {hop.peer[-8:]}"
-        for name, mine in here.items():
-            if theirs.get(name, mine) != mine:
-                found.append(f"{name} {theirs.get(name)} on {who}, {mine} here")
-        if (device := theirs.get("device", "cpu").split()[0]) != local.device.type:
-            found.append(f"device {device} on {who}, {local.device.type} here")
+        fingerprint, worker = hop.hello["fingerprint"], f"worker {hop.peer[-8:]}"
+        for name, value in here.items():
+            if fingerprint.get(name, value) != value:
+                reasons.append(f"{name} {fingerprint.get(name)} on {worker}, {value} here")
+        if (device := fingerprint.get("device", "cpu").split()[0]) != local.device.type:
+            reasons.append(f"device {device} on {worker}, {local.device.type} here")
         if _dtype(hop) != local.dtype and (local.quantization or not _holds(local.dtype, _dtype(hop))):
-            found.append(f"dtype {hop.hello['dtype']} on {who}, here weights were read in {_short(local.dtype)}")
-        if theirs.get("block_fn"):
-            found.append(f"worker {hop.peer[-8:]} runs its own block_fn {theirs['block_fn']}")
+            reasons.append(f"dtype {hop.hello['dtype']} on {worker}, here weights were read in {_short(local.dtype)}")
+        if fingerprint.get("block_fn"):
+            reasons.append(f"worker {hop.peer[-8:]} runs its own block_fn {fingerprint['block_fn']}")
     if getattr(local, "repacked", False):
-        found.append("on this CPU bitsandbytes computes the reference's nf4 in bfloat16, whatever its dtype")
+        reasons.append("on this CPU bitsandbytes computes the reference's nf4 in bfloat16, whatever its dtype")
     if not hidden.is_contiguous():
-        found.append("hidden is not contiguous here; it arrives contiguous")
-    return found
+        reasons.append("hidden is not contiguous here; it arrives contiguous")
+    return reasons
 
 
 def quantized_otherwise(plans: Sequence[Plan], local: Any) -> str:
     """Which worker's weights are quantized as the reference's are not; empty when all are alike."""
     for hop in _workers(plans):
-        theirs = hop.hello.get("quantization", "")
-        if theirs != local.quantization:
-            runs = f"runs {theirs}" if theirs else "is not quantized"
+        quantization = hop.hello.get("quantization", "")
+        if quantization != local.quantization:
+            runs = f"runs {quantization}" if quantization else "is not quantized"
             return f"worker {hop.peer[-8:]} {runs}, the reference {local.quantization or 'is not quantized'}"
     return ""
 
 
 def casts(plans: Sequence[Plan], local: Any, hidden: Tensor) -> tuple[str, ...]:
     """What is said of workers whose dtype is not hidden's or the reference's: both sides cast alike."""
-    found = []
+    notes = []
     for hop in _workers(plans):
-        theirs = _dtype(hop)
-        if theirs != hidden.dtype:
-            found.append(
-                f"worker {hop.peer[-8:]} computes in {_short(theirs)} and answers in hidden's {_short(hidden.dtype)}"
+        dtype = _dtype(hop)
+        if dtype != hidden.dtype:
+            notes.append(
+                f"worker {hop.peer[-8:]} computes in {_short(dtype)} and answers in hidden's {_short(hidden.dtype)}"
             )
-        if theirs != local.dtype and not local.quantization:
-            found.append(f"the reference's {_short(local.dtype)} weights were cast to {_short(theirs)} for its layers")
-    return tuple(dict.fromkeys(found))
+        if dtype != local.dtype and not local.quantization:
+            notes.append(f"the reference's {_short(local.dtype)} weights were cast to {_short(dtype)} for its layers")
+    return tuple(dict.fromkeys(notes))
 
 
 def _workers(plans: Sequence[Plan]) -> list[Hop]:
@@ -228,104 +329,3 @@ def _short(dtype: torch.dtype) -> str:
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
     """Whether every number of ``narrow`` is one of ``wide``."""
     return torch.promote_types(wide, narrow) == wide
-
-
-@contextmanager
-def threads_set(threads: int) -> Iterator[None]:
-    """Within, torch computes with this many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _by_cuts(plan: Plan, local: Any, hidden: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The reference as the flow runs: the same rows together, and each worker's layers in that worker's dtype."""
-    outs = []
-    spans = [(local.cast(theirs), span) for theirs, span in _spans(plan, hidden.dtype)]
-    for rows in plan.cuts:
-        out = hidden[rows[0] : rows[1]]
-        for reference, span in spans:
-            bound, _ = plan.bound.part(rows, span)
-            run_in = dtype or reference.dtype
-            out = reference.run(out.to(run_in), bound, run_in).to(hidden.device, hidden.dtype)
-        outs.append(out)
-    return torch.cat(outs)
-
-
-def _spans(plan: Plan, between: torch.dtype) -> list[tuple[torch.dtype, Span]]:
-    """The route's spans by dtype; neighbours are one where the hidden between them loses nothing."""
-    found: list[tuple[torch.dtype, Span]] = []
-    for hop in plan.route:
-        theirs = _dtype(hop)
-        if found and found[-1][0] == theirs and _holds(between, theirs):
-            found[-1] = theirs, (found[-1][1][0], hop.stop)
-        else:
-            found.append((theirs, hop.span))
-    return found
-
-
-def _at_tokens(ours: Tensor, expected: Tensor, kwargs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Both sides whole when all bits are equal, else at the tokens only: what stands at a pad means nothing."""
-    mask = kwargs.get("attention_mask")
-    mask = mask.tensor if isinstance(mask, Axed) else mask
-    if (
-        not isinstance(mask, Tensor)
-        or mask.dim() != 2
-        or (ours.dtype == expected.dtype and torch.equal(ours, expected))
-    ):
-        return ours, expected
-    at = mask.bool().expand(ours.shape[0], -1)
-    return ours[at], expected[at]
-
-
-def _judge(
-    parts: Sequence[tuple[str, Flow]],
-    plans: Sequence[Plan],
-    local: Any,
-    hidden: Tensor,
-    kwargs: dict[str, Any],
-    outputs: tuple[Comparison, ...],
-    reasons: tuple[str, ...],
-    gap: float,
-    sides: tuple[str, str],
-) -> Match:
-    """Run both sides in float64: noise when the gap falls by 10^4 or more."""
-    wide, gaps = hidden.double(), []
-    known = f"; {reasons[0]}" if reasons else ""
-    try:
-        pairs = zip(parts, plans, strict=True)
-        for (name, one), plan in progress(pairs, "comparing in float64", len(parts)):
-            ours = one.options(dtype="float64").run_bound(wide, plan.bound)[0]
-            expected = _by_cuts(plan, local, wide, torch.float64)
-            gaps.append(compare(name, *_at_tokens(ours, expected, kwargs)).max_rel)
-    except (KwflowError, RuntimeError) as error:
-        why = f"not bitwise (max rel {gap:.2g}){known}; a side refused float64: {str(error)[:120]}"
-        return Match("no fp64 verdict", why, outputs, reasons, None, sides)
-    fell = gap / max(gaps) if max(gaps) else float("inf")
-    note = (f"max rel {gap:.3g} in {_short(_dtype(plans[0].route[0]))}, {max(gaps):.3g} in float64",)
-    if fell >= NOISE_FALLS_BY:
-        why = f"rounding: in float64 the gap falls by {fell:.1e}{known}"
-        return Match("noise", why, outputs, reasons, max(gaps), sides, note)
-    why = f"the gap stays in float64 (max rel {gap:.2g} to {max(gaps):.2g}), so the sides compute other things{known}"
-    return Match("different", why, outputs, reasons, max(gaps), sides, note)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    sizes = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().view(sizes[tensor.element_size()]) if tensor.is_floating_point() else tensor
-
-
-def _ulp(ours: Tensor, expected: Tensor) -> tuple[float, float]:
-    """The distance in representable numbers: median and largest."""
-    if not ours.numel() or ours.dtype != expected.dtype or not ours.is_floating_point():
-        return 0.0, 0.0
-    ordered = []
-    for tensor in (ours, expected):
-        bits = _bits(tensor).to(torch.int64)
-        lowest = -(1 << (8 * tensor.element_size() - 1))
-        ordered.append(torch.where(bits < 0, lowest - bits, bits))
-    distance = (ordered[0].double() - ordered[1].double()).abs()
-    return distance.median().item(), distance.max().item()

@@ -26,10 +26,10 @@ class Bar:
     gone: bool = False  # nobody computes there any more
 
 
-def page(title: str, *parts: str, said: str = "", colour: str = "inherit") -> str:
-    """A title in bold, what is said of it, and parts below; parts are HTML already."""
+def page(title: str, *parts: str, text: str = "", colour: str = "inherit") -> str:
+    """A title in bold, a text after it, and parts below; parts are HTML already."""
     head = f"<b style='color:{colour}'>{html.escape(title)}</b>"
-    return f"<div>{head}{f': {html.escape(said)}' if said else ''}{''.join(parts)}</div>"
+    return f"<div>{head}{f': {html.escape(text)}' if text else ''}{''.join(parts)}</div>"
 
 
 def line(text: str, *, dim: bool = False) -> str:
@@ -62,15 +62,15 @@ def one_row(bar: Bar, layers: int) -> str:
 
 def _worker(bar: Bar, layers: int) -> str:
     colour = ORANGE if bar.wrong else BLUE
-    said = bar.wrong or bar.how
-    return _bar(bar.name, bar.start, bar.stop, f"{bar.start}:{bar.stop}", colour, layers, said, gone=bar.gone)
+    note = bar.wrong or bar.how
+    return _bar(bar.name, bar.start, bar.stop, f"{bar.start}:{bar.stop}", colour, layers, note, gone=bar.gone)
 
 
 def _bar(
-    name: str, start: int, stop: int, text: str, colour: str, layers: int, after: str = "", *, gone: bool = False
+    name: str, start: int, stop: int, text: str, colour: str, layers: int, note: str = "", *, gone: bool = False
 ) -> str:
     left, width = 100 * start / layers, 100 * (stop - start) / layers
     look = f"outline:1px dashed {GREY};outline-offset:-1px" if gone else f"background:{colour};color:#fff"
     inner = f"margin-left:{left:.2f}%;width:{width:.2f}%;{look};text-align:center"
     bar = f"<div style='background:{GREY}33'><div style='{inner};overflow:hidden'>{html.escape(text)}</div></div>"
-    return f"<div>{html.escape(name)}</div>{bar}<div>{html.escape(after)}</div>"
+    return f"<div>{html.escape(name)}</div>{bar}<div>{html.escape(note)}</div>"

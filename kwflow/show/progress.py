@@ -35,8 +35,8 @@ def bar(what: str, total: int, unit: str = "layer", **more: Any) -> Any:
     """tqdm's bar, shown by its first ``update`` after 2 s, where somebody sees it; for what is waited for."""
     from tqdm.auto import tqdm
 
-    own = {"delay": AFTER_SECONDS, "leave": False, "disable": not is_seen(), **more}
-    return tqdm(desc=what, total=total, unit=unit, **own)
+    options = {"delay": AFTER_SECONDS, "leave": False, "disable": not is_seen(), **more}
+    return tqdm(desc=what, total=total, unit=unit, **options)
 
 
 def is_seen() -> bool:

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-OWN = os.path.join(Path(__file__).parents[1], "")
+PACKAGE = os.path.join(Path(__file__).parents[1], "")
 PATHS = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-LIBRARIES = (OWN, *(os.path.join(path, "") for path in PATHS))
+LIBRARIES = (PACKAGE, *(os.path.join(path, "") for path in PATHS))
 
 
 def lines(error: BaseException) -> list[str]:
@@ -28,9 +28,11 @@ def lines(error: BaseException) -> list[str]:
         return traceback.format_exception(error)
     frames = list(_frames(error.__traceback__))
     files = [tb.tb_frame.f_code.co_filename for tb in frames]
-    theirs = [number for number, file in enumerate(files) if not file.startswith(LIBRARIES)]
-    last = theirs[-1] if theirs else len(files)
-    called = [frame for frame, file in zip(frames[last + 1 :], files[last + 1 :], strict=True) if file.startswith(OWN)]
+    callers = [number for number, file in enumerate(files) if not file.startswith(LIBRARIES)]
+    last = callers[-1] if callers else len(files)
+    called = [
+        frame for frame, file in zip(frames[last + 1 :], files[last + 1 :], strict=True) if file.startswith(PACKAGE)
+    ]
     frames = [*frames[: last + 1], called[0]] if called else frames
     kept = None
     for tb in reversed(frames):

@@ -17,7 +17,7 @@ from kwflow.errors import ModelError, did_you_mean
 from kwflow.models.files import hub
 from kwflow.models.files.embedded import EMBEDDED, embedded_model
 from kwflow.models.files.gguf import converted, converted_name
-from kwflow.models.files.shard import Entry, Span, file_size, prefetch, read_header, read_parts
+from kwflow.models.files.shard import ByteRange, Entry, file_size, prefetch, read_header, read_parts
 
 if TYPE_CHECKING:
     import torch
@@ -209,21 +209,21 @@ class Checkpoint:
         self.fetch(names)
         by_file: dict[str, list[str]] = {}
         for name in names:
-            by_file.setdefault(self._where(name)[0], []).append(name)
-        found: dict[str, torch.Tensor] = {}
+            by_file.setdefault(self._locate(name)[0], []).append(name)
+        tensors: dict[str, torch.Tensor] = {}
         for file, wanted in by_file.items():
-            prefetch(self.folder / file, [self._where(name)[1][2:] for name in wanted])
+            prefetch(self.folder / file, [self._locate(name)[1][2:] for name in wanted])
             try:
                 handle = self._mapped.get(file) or safe_open(self.folder / file, framework="pt")
                 for name in wanted:
-                    entry, tensor = self._where(name)[1], handle.get_tensor(name)
+                    entry, tensor = self._locate(name)[1], handle.get_tensor(name)
                     self.bytes_read += entry.stop - entry.start
-                    found[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-                    if found[name] is tensor:
+                    tensors[name] = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+                    if tensors[name] is tensor:
                         self._mapped[file] = handle  # one mapping for all that stays in it
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"cannot read {self.folder / file}: {error}") from error
-        return {name: found[name] for name in names}
+        return {name: tensors[name] for name in names}
 
     def checkpoint_id(self) -> str:
         """Hash every tensor's name, dtype, shape and first 4 KiB, sorted by name; sharding does not change it.
@@ -238,19 +238,19 @@ class Checkpoint:
             by_file.setdefault(self._file_of[name], []).append(name)
         heads: dict[str, bytes] = {}
         for file, names in sorted(by_file.items()):
-            entries = [self._where(name)[1] for name in names]
-            spans = [(entry.start, min(entry.start + HEAD_BYTES, entry.stop)) for entry in entries]
-            heads.update(zip(names, self._parts(file, spans), strict=True))
+            entries = [self._locate(name)[1] for name in names]
+            ranges = [(entry.start, min(entry.start + HEAD_BYTES, entry.stop)) for entry in entries]
+            heads.update(zip(names, self._parts(file, ranges), strict=True))
         self.bytes_read += sum(map(len, heads.values()))
         digest = hashlib.sha256()
         for name in self.names():
-            entry = self._where(name)[1]
+            entry = self._locate(name)[1]
             digest.update(json.dumps([name, entry.dtype, entry.shape]).encode() + b"\n" + heads[name])
         if absent:
             hub.remember_id(self.folder, digest.hexdigest())
         return digest.hexdigest()
 
-    def _where(self, name: str) -> tuple[str, Entry]:
+    def _locate(self, name: str) -> tuple[str, Entry]:
         file = self._file_of.get(name)
         entry = self._header(file).get(name) if file else None
         if file is None or entry is None:
@@ -261,13 +261,13 @@ class Checkpoint:
         if file not in self._headers:
             path, snap = self.folder / file, hub.snapshot_of(self.folder)
             size = hub.list_files(snap).get(file, 0) if snap and not path.is_file() else file_size(path)
-            self._headers[file] = read_header(path, size, lambda span: self._parts(file, [span])[0])
+            self._headers[file] = read_header(path, size, lambda part: self._parts(file, [part])[0])
         return self._headers[file]
 
-    def _parts(self, file: str, spans: Sequence[Span]) -> list[bytes]:
+    def _parts(self, file: str, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Parts of a file, from the disk or, where it has not been downloaded, from the hub."""
         path = self.folder / file
-        return read_parts(path, spans) if path.is_file() else hub.read_parts(self.folder, file, spans)
+        return read_parts(path, ranges) if path.is_file() else hub.read_parts(self.folder, file, ranges)
 
 
 def layer_hash(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -288,19 +288,21 @@ def _files(folder: Path) -> list[str]:
         return [WEIGHTS]
     if (folder / INDEX).is_file():
         return sorted(set(_index(folder).values()))
-    there = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    present = [file.name for file in folder.iterdir()] if folder.is_dir() else []
     snap = hub.snapshot_of(folder)
-    if snap and not any(name.endswith(".safetensors") for name in there):
-        there = list(hub.list_files(snap))
-    weights = sorted(name for name in there if name.endswith(".safetensors"))
+    if snap and not any(name.endswith(".safetensors") for name in present):
+        present = list(hub.list_files(snap))
+    weights = sorted(name for name in present if name.endswith(".safetensors"))
     if WEIGHTS in weights or len(weights) == 1:
         return [WEIGHTS] if WEIGHTS in weights else weights
-    found = "several .safetensors files without an index" if weights else "no .safetensors file"
-    if any(name.endswith(".bin") for name in there):
-        found += " (.bin files are pickles and are never read; save the model again with save_pretrained)"
-    elif any(name.endswith(".gguf") for name in there):
-        found += " (download one of its .gguf files, and give its path)"
-    raise ModelError(f"{f'{snap.repo} on the hub' if snap else folder} has {found}; {WEIGHTS} or {INDEX} was expected")
+    contents = "several .safetensors files without an index" if weights else "no .safetensors file"
+    if any(name.endswith(".bin") for name in present):
+        contents += " (.bin files are pickles and are never read; save the model again with save_pretrained)"
+    elif any(name.endswith(".gguf") for name in present):
+        contents += " (download one of its .gguf files, and give its path)"
+    raise ModelError(
+        f"{f'{snap.repo} on the hub' if snap else folder} has {contents}; {WEIGHTS} or {INDEX} was expected"
+    )
 
 
 def _index(folder: Path) -> dict[str, str]:

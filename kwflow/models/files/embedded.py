@@ -27,7 +27,7 @@ def embedded_file(name: str) -> Path:
     """Find the GGUF file of an embedded model; ModelError with the pip command when it is not installed."""
     package, install = EMBEDDED[name]
     spec = importlib.util.find_spec(package)  # a top-level package is found without being imported
-    files = [file for place in (spec and spec.submodule_search_locations) or () for file in Path(place).glob("*.gguf")]
+    files = [file for path in (spec and spec.submodule_search_locations) or () for file in Path(path).glob("*.gguf")]
     if len(files) != 1:
         raise ModelError(f"the embedded model {name!r} is not installed; install it with:  {install}")
     return files[0]

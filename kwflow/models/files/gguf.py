@@ -39,8 +39,8 @@ def converted_folder(file: Path, name: str) -> Path:
 
 def converted_name(folder: Path) -> str | None:
     """The name of a model whose conversion lies in this folder of kwflow's cache; None for any other folder."""
-    found = re.fullmatch(r"(.+)-[0-9a-f]{12}-v\d+", folder.name)
-    return found[1] if found and folder.parent == cache_folder() / "models" else None
+    match = re.fullmatch(r"(.+)-[0-9a-f]{12}-v\d+", folder.name)
+    return match[1] if match and folder.parent == cache_folder() / "models" else None
 
 
 def converted(file: Path, name: str | None = None) -> Path:
@@ -97,39 +97,39 @@ def _convert(file: Path, name: str, folder: Path, seconds: float) -> None:
     for stale in folder.parent.glob(f".{folder.name}-*"):  # of a process that was killed: the lock is ours now
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as temporary:
-        made, said, stages = Path(temporary, "model"), Path(temporary, "said"), Path(temporary, "stages")
+        model_folder, log_file, stages_file = (Path(temporary, name) for name in ("model", "log", "stages"))
         code = "import sys; from kwflow.models.files.gguf import dequantize; dequantize(*sys.argv[1:])"
         quiet = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
-        with said.open("wb") as output:
+        with log_file.open("wb") as output:
             child = subprocess.Popen(
-                [sys.executable, "-c", code, str(file.absolute()), str(made), str(stages)],
+                [sys.executable, "-c", code, str(file.absolute()), str(model_folder), str(stages_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **quiet, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
             )
             try:
-                _watch(child, name, stages, seconds)
+                _watch(child, name, stages_file, seconds)
             finally:
                 child.kill()
                 status = child.wait()
         if status != 0:
-            last = "\n".join(said.read_text(errors="replace").strip().splitlines()[-5:])
+            last = "\n".join(log_file.read_text(errors="replace").strip().splitlines()[-5:])
             raise ModelError(f"converting {name!r} failed (exit status {status}):\n{last}")
-        if not _is_whole(made):
+        if not _is_whole(model_folder):
             raise ModelError(f"{file} holds no tokenizer that transformers reads; kwflow needs one")
         shutil.rmtree(folder, ignore_errors=True)
-        made.rename(folder)
+        model_folder.rename(folder)
 
 
-def _watch(child: subprocess.Popen[bytes], name: str, stages: Path, seconds: float) -> None:
+def _watch(child: subprocess.Popen[bytes], name: str, stages_file: Path, seconds: float) -> None:
     """Show a bar until the child ends or its deadline passes; the child writes one line per finished stage."""
     from kwflow.show.progress import bar
 
     deadline, form = time.monotonic() + seconds, "{desc}: {bar} {n_fmt}/{total_fmt} [{elapsed}]"
     with bar(name, len(STAGES), bar_format=form, delay=0) as shown:
         while time.monotonic() < deadline:
-            done = stages.read_text().count("\n") if stages.exists() else 0
+            done = stages_file.read_text().count("\n") if stages_file.exists() else 0
             shown.set_description_str(f"{name}, once: {STAGES[min(done, len(STAGES) - 1)]}", refresh=False)
             shown.update(done - shown.n)
             shown.refresh()
@@ -141,7 +141,7 @@ def _watch(child: subprocess.Popen[bytes], name: str, stages: Path, seconds: flo
                 pass
 
 
-def dequantize(gguf_file: str, out: str, stages: str) -> None:
+def dequantize(gguf_file: str, out: str, stages_file: str) -> None:
     """Write a GGUF file as a folder of float32 safetensors with its tokenizer. Wants a process of its own."""
     import functools
 
@@ -150,7 +150,7 @@ def dequantize(gguf_file: str, out: str, stages: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     def done() -> None:
-        with open(stages, "a") as file:
+        with open(stages_file, "a") as file:
             file.write("\n")
 
     # NOTE [read once] transformers parses the file's 150,000 header fields three times and builds one name map for each

@@ -2,7 +2,7 @@
 
 Everything goes through huggingface_hub, its cache and its settings (HF_TOKEN, HF_HOME, HF_HUB_CACHE, HF_ENDPOINT,
 HF_HUB_OFFLINE). A folder in its cache tells by its path which repository and commit it is, so nothing else is kept.
-Imports errors and gguf; huggingface_hub only inside the functions that need it.
+Imports errors, gguf and shard; huggingface_hub only inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from kwflow.errors import KwflowError, ModelError
 from kwflow.models.files.gguf import cache_folder
+from kwflow.models.files.shard import ByteRange
 
 SMALL = ["*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]  # what is no weights and no code
 ROOM = 64 << 20  # bytes that a download leaves free
@@ -53,17 +54,17 @@ def parse(name: str) -> Repo | None:
     Repo(id='HuggingFaceTB/SmolLM2-135M', revision='refs/pr/1')
     """
     part = r"[A-Za-z0-9][\w.-]*"
-    found = re.fullmatch(rf"({part}(?:/{part})?)(?:@({part}(?:/{part})*))?", name)
-    return Repo(found[1], found[2] or "main") if found and ".." not in name else None
+    match = re.fullmatch(rf"({part}(?:/{part})?)(?:@({part}(?:/{part})*))?", name)
+    return Repo(match[1], match[2] or "main") if match and ".." not in name else None
 
 
 def snapshot_of(folder: Path) -> Snapshot | None:
     """Which commit a folder of huggingface_hub's cache holds; None for any other folder."""
-    place = folder.absolute().parts
-    if len(place) < 4 or place[-2] != "snapshots" or not re.fullmatch(r"[0-9a-f]{40}", place[-1]):
+    folders = folder.absolute().parts
+    if len(folders) < 4 or folders[-2] != "snapshots" or not re.fullmatch(r"[0-9a-f]{40}", folders[-1]):
         return None
-    kind, *parts = place[-3].split("--")
-    return Snapshot(Path(*place[:-3]), "/".join(parts), place[-1]) if kind == "models" and parts else None
+    kind, *parts = folders[-3].split("--")
+    return Snapshot(Path(*folders[:-3]), "/".join(parts), folders[-1]) if kind == "models" and parts else None
 
 
 def snapshot(repo: Repo) -> Path:
@@ -130,7 +131,7 @@ def fetch(folder: Path, files: Iterable[str]) -> None:
         raise ModelError(f"{snap.repo}: {', '.join(torn)} did not arrive in {folder}")
 
 
-def read_parts(folder: Path, file: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+def read_parts(folder: Path, file: str, ranges: Sequence[ByteRange]) -> list[bytes]:
     """Read bytes ``[start, stop)`` of a file on the hub, several, without downloading the file."""
     snap = snapshot_of(folder)
     if snap is None:
@@ -140,12 +141,12 @@ def read_parts(folder: Path, file: str, spans: Sequence[tuple[int, int]]) -> lis
 
     url, headers = hf_hub_url(snap.repo, file, revision=snap.commit), build_hf_headers()
 
-    def part(span: tuple[int, int]) -> bytes:
-        start, stop = span
+    def part(byte_range: ByteRange) -> bytes:
+        start, stop = byte_range
         if start == stop:
             return b""
-        asked = {**headers, "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
-        with http_stream_backoff("GET", url, headers=asked, timeout=PART_SECONDS, max_retries=3) as response:
+        part_headers = {**headers, "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
+        with http_stream_backoff("GET", url, headers=part_headers, timeout=PART_SECONDS, max_retries=3) as response:
             hf_raise_for_status(response)
             if response.status_code != 206:
                 raise ModelError(f"{snap.repo}: the hub does not send parts of {file} (status {response.status_code})")
@@ -155,16 +156,16 @@ def read_parts(folder: Path, file: str, spans: Sequence[tuple[int, int]]) -> lis
         return read
 
     with _explained(Repo(snap.repo, snap.commit)), ThreadPoolExecutor(REQUESTS) as pool:
-        return list(pool.map(part, spans))
+        return list(pool.map(part, ranges))
 
 
 def remembered_id(folder: Path) -> str | None:
     """The checkpoint id of a snapshot whose files are not all here, as it was once made; None when it was not."""
     try:
-        said = _id_file(folder).read_text().strip()
+        checkpoint = _id_file(folder).read_text().strip()
     except OSError:
         return None
-    return said if re.fullmatch(r"[0-9a-f]{64}", said) else None
+    return checkpoint if re.fullmatch(r"[0-9a-f]{64}", checkpoint) else None
 
 
 def remember_id(folder: Path, checkpoint: str) -> None:

@@ -16,7 +16,7 @@ from kwflow.errors import ModelError
 HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 PREFETCH_BYTES = 128 << 10  # more at once is cut off without a word
 
-Span = tuple[int, int]  # byte offsets [start, stop) in a file
+ByteRange = tuple[int, int]  # byte offsets [start, stop) in a file
 
 
 class Entry(NamedTuple):
@@ -35,18 +35,18 @@ def file_size(path: Path) -> int:
         raise ModelError(f"cannot read {path}: {error}") from error
 
 
-def read_parts(path: Path, spans: Sequence[Span]) -> list[bytes]:
+def read_parts(path: Path, ranges: Sequence[ByteRange]) -> list[bytes]:
     """Read parts of a file and, where the system can be told, nothing around them."""
     try:
         with path.open("rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            return [os.pread(file.fileno(), stop - start, start) for start, stop in spans]
+            return [os.pread(file.fileno(), stop - start, start) for start, stop in ranges]
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from error
 
 
-def prefetch(path: Path, spans: Sequence[Span]) -> None:
+def prefetch(path: Path, ranges: Sequence[ByteRange]) -> None:
     """Have parts of a file read into the system's cache, where the system can be told.
 
     NOTE [read ahead] who reads a mapped file from its start to its middle has the system read on: 128 KiB as Linux
@@ -56,14 +56,14 @@ def prefetch(path: Path, spans: Sequence[Span]) -> None:
         return
     try:
         with path.open("rb", buffering=0) as file:
-            for start, stop in spans:
-                for at in range(start, stop, PREFETCH_BYTES):
-                    os.posix_fadvise(file.fileno(), at, min(PREFETCH_BYTES, stop - at), os.POSIX_FADV_WILLNEED)
+            for start, stop in ranges:
+                for offset in range(start, stop, PREFETCH_BYTES):
+                    os.posix_fadvise(file.fileno(), offset, min(PREFETCH_BYTES, stop - offset), os.POSIX_FADV_WILLNEED)
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error}") from error
 
 
-def read_header(path: Path, size: int, read: Callable[[Span], bytes]) -> dict[str, Entry]:
+def read_header(path: Path, size: int, read: Callable[[ByteRange], bytes]) -> dict[str, Entry]:
     """A safetensors header, checked against the file's size. Format: 8 bytes length, JSON, data."""
     length = int.from_bytes(read((0, min(8, size))), "little")
     if size < 8 or length > min(size - 8, HEADER_LIMIT):
@@ -74,8 +74,8 @@ def read_header(path: Path, size: int, read: Callable[[Span], bytes]) -> dict[st
         header = json.loads(text)
         header.pop("__metadata__", None)
         entries = {
-            name: Entry(said["dtype"], tuple(said["shape"]), *(base + offset for offset in said["data_offsets"]))
-            for name, said in header.items()
+            name: Entry(fields["dtype"], tuple(fields["shape"]), *(base + offset for offset in fields["data_offsets"]))
+            for name, fields in header.items()
         }
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise ModelError(f"{path} has a broken safetensors header: {type(error).__name__}: {error}") from error
