@@ -11,7 +11,7 @@ Where a family has ``attn``, ``mlp``, ``head`` and ``pattern`` its row says (``m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,8 @@ EDITED = tuple(point.name for point in _ALL if point.edited)
 
 _NO_POINT = ("resid_mid",)  # what others have between attention and the MLP
 _MAX_NUMBERS = 1 << 16  # layers or heads of one edit
+# Kwargs whose value in a layer is a list of entries, each at a point: all that are given act, in order.
+ENTRIES = frozenset({"edit", "capture"})
 
 
 def edited_in(modules: Collection[str]) -> tuple[str, ...]:
