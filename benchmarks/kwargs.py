@@ -3,7 +3,7 @@
 The checks are those of ``tests/test_every_kwarg.py``. A cell is the worst of the families: "bitwise", or the largest
 gap relative to the largest magnitude; "refused" where the wrong call was; "–" where the check does not apply.
 ``--write`` puts them into the table of ``docs/kwargs.md``; ``--kwargs ROW …`` and ``--checks CHECK …`` measure some,
-and the page keeps the others. ``--only NAME …`` runs some families. Progress, and what a family refuses, goes to stderr.
+and the page keeps the others. ``--only NAME …`` runs some families. Progress, and what these refuse, goes to stderr.
 """
 
 from __future__ import annotations
@@ -85,9 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=list(CONFIGS), metavar="NAME", help="only these families")
     parser.add_argument("--kwargs", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="only these")
     parser.add_argument("--checks", nargs="+", choices=list(CHECKS), metavar="CHECK", help="only these")
-    parser.add_argument(
-        "--write", action="store_true", help=f"into docs/{TABLE.page}, which keeps the other cells"
-    )
+    parser.add_argument("--write", action="store_true", help=f"into docs/{TABLE.page}, which keeps the other cells")
     args = parser.parse_args()
     if args.write and args.only:
         parser.error("--write: the page's cells are the worst of all families, not of --only some")
