@@ -16,6 +16,7 @@ from benchmarks import families, kwargs, page
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.builtin import BUILTIN, schema
 from kwflow.kwargs.kwarg import Features, LayerCall
+from kwflow.kwargs.points import EDITED
 from kwflow.models.families import FAMILIES
 from tests.configs import CONFIGS
 from tests.packages import PICTURE, picture
@@ -59,7 +60,7 @@ def test_the_kwarg_that_it_adds_as_an_example() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE, re.DOTALL)
     made: dict[str, Any] = {}
     exec(compile(code, EXAMPLE, "exec"), made)
-    assert not (ROOT / EXAMPLE).exists() and f"`{EXAMPLE}`" in ARCHITECTURE
+    assert f"`{EXAMPLE}`" in ARCHITECTURE
     assert made["spec"](Features(("resid",))) is None
     assert made["spec"](Features(("mlp",))).signatures == ("[layer] hidden",)
     (acts,) = [made["at_points"](Axed(torch.tensor([2.0, 3.0]), ("hidden",)), LayerCall(0, (1, 1), 1, None))]
@@ -67,7 +68,7 @@ def test_the_kwarg_that_it_adds_as_an_example() -> None:
 
 
 def test_every_builtin_kwarg_stands_there_with_its_axes() -> None:
-    specs = schema({}, positions=True, refused={}, points=("head",), projections={"any": (1, 1)}).kwargs
+    specs = schema({}, positions=True, refused={}, points=EDITED, projections={"any": (1, 1)}).kwargs
     assert specs.keys() == BUILTIN.keys()
     for name, spec in specs.items():
         (row,) = re.findall(rf"^\| `{name}` \|.*$", KWARGS, re.MULTILINE)
