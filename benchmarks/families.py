@@ -1,7 +1,8 @@
 """``python -m benchmarks.families``: every family against transformers on small random models, a Markdown table.
 
 The checks are those of ``tests/test_every_family.py``. A cell is "bitwise", or the largest gap relative to the largest
-magnitude. ``--only NAME …`` runs some rows. Progress goes to stderr.
+magnitude. ``--only NAME …`` runs some rows; ``--write`` puts them into the table of ``docs/families.md``. Progress goes
+to stderr.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from benchmarks.page import Table, render
 from kwflow.errors import KwflowError
 from kwflow.models.families import family_of
 from tests.configs import CONFIGS, config
@@ -34,7 +36,7 @@ def cell(check: Callable[[], Compared]) -> str:
 
 
 def row(name: str) -> Iterator[str]:
-    """One line of cells, each printed when it is known."""
+    """The cells of one line behind its name, in the order of HEADINGS."""
     for check in CHECKS.values():
         yield cell(lambda check=check: check(name, torch.float32))
     for check in (CHECKS["forward"], CHECKS["gradient"]):
@@ -51,23 +53,28 @@ def positions(name: str) -> str:
     return "learned" if family.learned else "ALiBi"
 
 
+HEADINGS = ["family", *CHECKS, "forward, bf16", "gradient, bf16", "higher order, fp64", "positions"]
+TABLE = Table("families.md", "benchmarks.families")
+
+
 def main() -> int:
-    """Run the checks row by row, print, and return the exit status: 1 if a row was refused."""
+    """Run the checks row by row, print or write them, and return the exit status: 1 if a row was refused."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.families", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CONFIGS), metavar="NAME", help="only these rows")
-    names = parser.parse_args().only or sorted(CONFIGS)
+    parser.add_argument("--write", action="store_true", help=f"into docs/{TABLE.page}, which keeps the other rows")
+    args = parser.parse_args()
+    names = args.only or sorted(CONFIGS)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    heads = [*CHECKS, "forward, bf16", "gradient, bf16", "higher order, fp64", "positions"]
-    print("| family | " + " | ".join(heads) + " |")
-    print("|---" * (len(heads) + 1) + "|")
-    refused = False
+    found: dict[str, dict[str, str]] = {}
     for number, name in enumerate(names, 1):
         print(f"{number}/{len(names)} {name}", file=sys.stderr, flush=True)
-        cells = list(row(name))
-        refused |= any(text.startswith("refused") for text in cells)
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-    return int(refused)
+        found[name] = dict(zip(HEADINGS[1:], row(name), strict=True))
+        if args.write:  # a row at a time: the whole takes long
+            TABLE.write(HEADINGS, sorted(CONFIGS), found)
+    if not args.write:
+        print(render(HEADINGS, found))
+    return int(any(text.startswith("refused") for cells in found.values() for text in cells.values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The Markdown that ``python -m benchmarks`` prints and the README holds: ratios first, then what they are made of."""
+"""The Markdown that ``python -m benchmarks`` prints and docs/speed.md holds: ratios first, then what is in them."""
 
 from __future__ import annotations
 

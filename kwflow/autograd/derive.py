@@ -121,8 +121,9 @@ def evaluate(
 ) -> Sequence[Tensor | None]:
     """Fold operations around ``fn``, whose outputs are a tuple, and call it: what :class:`_Remote` asks a worker for.
 
-    First order goes through ``autograd.grad``, which tells "no path" (None) from zero; the rest through torch.func,
-    under the math attention kernel (``attention``), since the fused ones have no forward mode and no double backward.
+    First order goes through ``torch.autograd.grad``, which tells "no path" (None) from zero; the rest through
+    torch.func, under the math attention kernel (``attention``), since the fused ones have no forward mode and no double
+    backward.
     """
     if not operations:
         with torch.no_grad():

@@ -43,7 +43,7 @@ class Ban:
 
 
 class KnownPeers:
-    """Workers by a view that someone refreshes; what they said in hello; who failed. See ``retry.Peers``.
+    """Workers by a view that someone refreshes; what they said in hello; who failed. They are ``Peers``.
 
     Routes avoid a worker that failed until it has answered again. It is asked in the background, off the call path: to
     dial it may take seconds.

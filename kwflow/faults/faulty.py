@@ -193,7 +193,7 @@ class FaultyConnection:
         self._worker, self._connection = worker, connection
 
     async def handle(self, request: Message) -> Message:
-        """Answer one request, or fail as is in force. Raises ``link.Cut`` where the stream has to end."""
+        """Answer one request, or fail as is in force. Raises ``wire.channel.Cut`` where the stream has to end."""
         await self._worker.pass_on()
         struck = self._worker.strikes(_operation(request))
         try:

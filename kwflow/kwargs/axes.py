@@ -4,7 +4,7 @@
 576
 
 A signature is names in order, ``"layer batch prefix hidden"``; ``[batch]`` may be left out (``signatures``). Axes are
-declared, never inferred from a size (DESIGN law 5). Words only: imports torch, einops and kwflow.errors.
+declared, never inferred from a size (law 5 in CONTRIBUTING.md). Words only: imports torch, einops and kwflow.errors.
 
 ``layer``   one entry per layer of the flow           ``batch``  rows
 ``seq``     the columns of this call                  ``key``    all columns so far

@@ -1,5 +1,5 @@
-"""Everything about particular models: their families, their files, their Hugging Face classes.
+"""Particular models: their families, their files, and transformers' layers as SpanSpecs.
 
-The only folder that imports transformers, and only inside functions or modules that need it: importing this package
-imports nothing heavy.
+Beside ``huggingface`` and ``research.reference`` the only place that imports transformers, and only inside functions or
+modules that need it: importing this package imports nothing heavy.
 """

@@ -1,7 +1,7 @@
-"""What carries a request to a worker and its reply back, and the one network thread of a process.
+"""What carries a request to a worker and its reply back.
 
 A transport opens channels to peers; a channel is one long-lived exchange, and closing it frees the sessions behind it.
-``InProcess`` is the transport of tests and of ``kf.connect(model)`` without peers: it goes through the same bytes as
+``in_process`` is the transport of tests and of ``kf.connect(model)`` without peers: it goes through the same bytes as
 libp2p. Words only: no torch.nn, no network library.
 """
 
@@ -60,7 +60,7 @@ Accept = Callable[[str], Connection]
 class Cut(Exception):
     """Raised by a connection whose stream ends in the middle of a reply; ``sent``: the bytes that still get out.
 
-    Faults raise it (``swarm.faulty``), to be seen by a client as a worker that dies while it answers.
+    Faults raise it (``kwflow.faults.faulty``), to be seen by a client as a worker that dies while it answers.
     """
 
     def __init__(self, sent: bytes = b""):

@@ -36,7 +36,7 @@ def hello(spec: SpanSpec, model: str, limits: Mapping[str, int], threads: int) -
 
 
 def fingerprint(spec: SpanSpec, threads: int) -> dict[str, Any]:
-    """What must be equal on both sides for bitwise equal values (DESIGN law 1)."""
+    """What must be equal on both sides for bitwise equal values (law 1 in CONTRIBUTING.md)."""
     return {
         "checkpoint": spec.identity.get("checkpoint", ""),
         "dtype": _name(spec.dtype),
