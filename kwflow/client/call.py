@@ -23,7 +23,7 @@ from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry, wait
 from kwflow.kwargs.axes import part, part_adjoint
 from kwflow.kwargs.bind import Schemas
-from kwflow.kwargs.bound import Bound, Span
+from kwflow.kwargs.bound import Bound, Rows, Span
 from kwflow.kwargs.prefix_kv import length
 
 IN_FLIGHT = 8  # sub-batches on their way at once
@@ -54,7 +54,7 @@ Gradient = tuple[int, Tensor, Span]  # of which tensor (hidden is 0), a part of 
 class SubBatch:
     """Some rows of a call: their hidden, and of each hop the part of the kwargs and which of the leaves it has."""
 
-    rows: Span
+    rows: Rows
     hidden: Tensor
     parts: tuple[tuple[Bound, list[int]], ...]
     entering: list[Tensor] = field(default_factory=list)  # hidden before each hop, once it has run
@@ -67,7 +67,7 @@ class Plan:
     peers: Peers
     route: tuple[Hop, ...]
     bound: Bound
-    cuts: tuple[Span, ...]
+    cuts: tuple[Rows, ...]
     options: Options
 
     def estimate(self, hidden: Tensor) -> Estimate:
@@ -183,7 +183,7 @@ class Plan:
         """Whether a kwarg acts on layers before this hop, so that the cotangent must go on."""
         return self.bound.first_layer(leaf) < hop.start
 
-    def _whole(self, grad: Tensor, number: int, rows: Span, span: Span) -> Tensor:
+    def _whole(self, grad: Tensor, number: int, rows: Rows, span: Span) -> Tensor:
         """Carry the gradient of a part back to the shape of the whole: of hidden (0), or of a kwarg."""
         if number == 0:
             whole = grad.new_zeros((self.cuts[-1][1], *grad.shape[1:]))

@@ -40,9 +40,7 @@ def _bar(worker: Known, route: Sequence[Hop], blocked: Collection[str]) -> pages
 def _computes(worker: Known) -> list[str]:
     if worker.hello is None:
         return ["not asked yet"]
-    device = worker.hello.get("device", "cpu")
-    parts = worker.hello.get("quantization", ""), worker.hello["dtype"], "" if device == "cpu" else f"on {device}"
-    return [" ".join(filter(None, parts))]
+    return [worker.hello.computes_in]
 
 
 def session_page(title: str, stages: Sequence[Stage], replays: Sequence[Replay]) -> str:

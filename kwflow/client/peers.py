@@ -7,15 +7,15 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from kwflow.client.routing import Serves, covers, plan
 from kwflow.errors import CallerError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
-from kwflow.kwargs.schema import Schema
+from kwflow.kwargs.schema import Schema, Span
 from kwflow.wire import channel, loop
-from kwflow.wire.hello import read as read_hello
+from kwflow.wire.hello import Hello
 from kwflow.wire.message import Message
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 BAN_SECONDS = 5.0  # until a worker that failed is asked how it is; doubled at each failure in a row
 LONGEST_BAN = 60.0
 HELLO_SECONDS = 10.0  # for a worker to say what it serves
-NO_HELLO = CallerError, LookupError, TypeError, ValueError, AttributeError  # what nonsense in a hello raises
 PROBE_SECONDS = 0.25  # before it is asked again where there is no other; doubled likewise
 
 
@@ -65,7 +64,7 @@ class KnownPeers:
         self.looked = looked  # from when on the view is, by time.monotonic()
         self._view, self._others = view, others  # others: what to say where the view is empty
         self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
-        self._hellos: dict[str, dict[str, Any]] = {}
+        self._hellos: dict[str, Hello] = {}
         self._bans: dict[str, Ban] = {}
         self._served: dict[int, set[str]] = {}  # layer -> the workers that a route was given with
         self._schemas: dict[int, Schema] = {}  # layer -> what the last one of these takes
@@ -97,7 +96,7 @@ class KnownPeers:
                 self.failed(error)
                 tried.add(error.peer or "")
                 continue
-            if all(_checkpoint(hop.hello) == self.checkpoint for hop in route) or not self.checkpoint:
+            if all(hop.hello.fingerprint.checkpoint == self.checkpoint for hop in route) or not self.checkpoint:
                 self._note_served(route)
                 return route
 
@@ -116,7 +115,7 @@ class KnownPeers:
         self._note_served(route)
         return route
 
-    def last_known(self, start: int, stop: int) -> list[tuple[tuple[int, int], Schema]] | None:
+    def last_known(self, start: int, stop: int) -> list[tuple[Span, Schema]] | None:
         """What the layers' workers took when they were met last, layer by layer; None where one was never met."""
         found = [(layer, self._schemas.get(layer)) for layer in range(start, stop)]
         known = [((layer, layer + 1), schema) for layer, schema in found if schema is not None]
@@ -141,7 +140,7 @@ class KnownPeers:
         if not self.checkpoint:
             return ""
         hello = self._hellos.get(worker.peer)
-        return worker.checkpoint if hello is None else _checkpoint(hello) or "unknown"
+        return worker.checkpoint if hello is None else hello.fingerprint.checkpoint or "unknown"
 
     def _refuse_others(self, start: int, stop: int) -> None:
         """Raise ModelError if the layers could be had, but for the weights."""
@@ -156,21 +155,21 @@ class KnownPeers:
                 f"(a hub id can name a commit, user/name@commit)"
             )
 
-    async def _hello(self, peer: str) -> dict[str, Any]:
+    async def _hello(self, peer: str) -> Hello:
         if peer not in self._hellos:
             try:
                 async with asyncio.timeout(HELLO_SECONDS):
                     reply = await self.pool(peer, Message({"op": "hello"}))
-                hello = read_hello(reply.meta["hello"])
+                hello = Hello.from_json(reply.meta.get("hello"))
             except TimeoutError:
                 raise WorkerFailed(f"did not answer hello in {HELLO_SECONDS:g} s", peer=peer) from None
-            except NO_HELLO as error:
+            except CallerError as error:  # it has no such operation, or what it announces does not read
                 raise WorkerFailed(f"answered hello with something else: {error!r:.80}", peer=peer) from error
             self._hellos[peer] = hello
             self._bans.pop(peer, None)
         return self._hellos[peer]
 
-    def hellos(self) -> list[dict[str, Any]]:
+    def hellos(self) -> list[Hello]:
         """What the workers that this client has met say of themselves."""
         return list(self._hellos.values())
 
@@ -243,16 +242,12 @@ def _end(pool: channel.Pool, stop: Callable[[], Awaitable[None]] | None) -> None
         log.info("closing links: %s", error)
 
 
-def _hop(peer: str, start: int, stop: int, hello: Mapping[str, Any]) -> Hop:
+def _hop(peer: str, start: int, stop: int, hello: Hello) -> Hop:
     """Raises WorkerFailed where a worker has other layers than the directory says."""
-    first, last = hello["span"]
+    first, last = hello.span
     if not first <= start < stop <= last:
         raise WorkerFailed(f"serves layers {first}:{last}, by its own word, not {start}:{stop}", peer=peer)
     return Hop(peer, start, stop, hello)
-
-
-def _checkpoint(hello: Mapping[str, Any]) -> str:
-    return str(hello["fingerprint"].get("checkpoint", ""))
 
 
 @dataclass(frozen=True)
@@ -262,20 +257,15 @@ class Hop:
     peer: str
     start: int
     stop: int
-    hello: Mapping[str, Any]
+    hello: Hello
 
     @property
-    def span(self) -> tuple[int, int]:
+    def span(self) -> Span:
         return self.start, self.stop
 
     @property
     def schema(self) -> Schema:
-        return self.hello["schema"]
-
-    @property
-    def numerics(self) -> dict[str, Any]:
-        """What its values depend on, down to the last bit."""
-        return dict(self.hello.get("fingerprint", {}))
+        return self.hello.schema
 
 
 @dataclass(frozen=True)
@@ -285,7 +275,7 @@ class Known:
     peer: str
     start: int
     stop: int
-    hello: Mapping[str, Any] | None
+    hello: Hello | None
     avoided: bool  # by routes, because it failed
 
 
@@ -302,11 +292,11 @@ class Peers(Protocol):
         """The same from what is known already, from any thread; None where somebody must be asked."""
         ...
 
-    def last_known(self, start: int, stop: int) -> list[tuple[tuple[int, int], Schema]] | None:
+    def last_known(self, start: int, stop: int) -> list[tuple[Span, Schema]] | None:
         """What the workers of these layers took when they were met last; None where some were never met."""
         ...
 
-    def hellos(self) -> Sequence[Mapping[str, Any]]:
+    def hellos(self) -> Sequence[Hello]:
         """What the workers that were met say of themselves."""
         ...
 

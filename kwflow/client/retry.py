@@ -183,17 +183,18 @@ class Retry:
 
 
 def _unfit(hop: Hop, like: Hop | None, misfit: Misfit | None) -> str | None:
-    theirs = hop.numerics.get("block_fn")
-    if like is not None and theirs != like.numerics.get("block_fn"):
+    theirs = hop.hello.fingerprint.block_fn or ""
+    if like is not None and theirs != (like.hello.fingerprint.block_fn or ""):
         return f"it runs another block_fn ({theirs or 'none of its own'})"
     return misfit(hop) if misfit is not None else None
 
 
 def differs(hop: Hop, like: Hop) -> str | None:
-    """What makes a worker's values differ from another's, if anything does."""
-    theirs, ours = hop.numerics, like.numerics
-    found = [f"{name} {theirs.get(name)!r} for {ours[name]!r}" for name in ours if theirs.get(name) != ours[name]]
-    return ", ".join(found) or None
+    """What makes a worker's values differ from another's, or may, where it does not announce what the other does."""
+    fingerprint, other = hop.hello.fingerprint, like.hello.fingerprint
+    reasons = [f"{name} {value!r} for {replaced!r}" for name, value, replaced in fingerprint.differences(other)]
+    reasons += [f"{name} not announced" for name in other.parts() if name not in fingerprint.parts()]
+    return ", ".join(reasons) or None
 
 
 def lacks(hop: Hop, like: Hop, bound: Bound, tokens: int) -> str | None:
@@ -201,7 +202,7 @@ def lacks(hop: Hop, like: Hop, bound: Bound, tokens: int) -> str | None:
     for name in bound.names():
         if hop.schema.kwargs.get(name) != like.schema.kwargs.get(name):
             return f"it takes no {name!r}, or another one"
-    limit = hop.hello.get("limits", {}).get("batch_tokens")
+    limit = hop.hello.limits.batch_tokens
     if limit and tokens > limit:
         return f"it takes {limit} tokens at once, not {tokens}"
     return None

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kwflow.autograd.transforms import is_wrapped, plain
 from kwflow.client.call import schemas_of
-from kwflow.client.inputs import Ends, check_hidden, token_ids
+from kwflow.client.inputs import Ends, token_ids
 from kwflow.client.page import session_page
 from kwflow.client.peers import Hop
 from kwflow.client.replay import folded
@@ -34,6 +34,7 @@ from kwflow.kwargs.axes import Axed, describe
 from kwflow.kwargs.bind import Schemas, bind_kwargs
 from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.capture import Capture, pick
+from kwflow.kwargs.hidden import check_hidden
 from kwflow.kwargs.positions import Columns, from_the_end, token_position
 from kwflow.kwargs.tree import as_int
 from kwflow.wire import loop

@@ -13,6 +13,7 @@ from kwflow.client.request import check_outputs, request_tree
 from kwflow.errors import WorkerFailed
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.prefix_kv import length as prefix_length
+from kwflow.kwargs.schema import Span
 from kwflow.wire import channel
 from kwflow.wire.message import Message
 
@@ -43,7 +44,7 @@ class Step:
 class Replay:
     """A worker that was replaced in the middle of a session: what ``session.replays`` holds."""
 
-    layers: tuple[int, int]
+    layers: Span
     position: int  # columns of the session when it happened
     peer: str  # the worker that was replaced
     reason: str
@@ -96,7 +97,7 @@ class Stage:
         if self.channel is None:
             self.channel = await pool.transport.open(hop.peer)
         self.held = None  # unless the step succeeds
-        once = held is not None and "sent once" in hop.hello.get("features", ())
+        once = held is not None and "sent once" in hop.hello.features
         same = step.bound.same_as(held) if once and held is not None else {}
         bound = step.bound.copied(same, held or Bound(*hop.span))  # what is sent is what is remembered
         meta: dict[str, Any] = {"op": "step", "span": [hop.start, hop.stop], "start": step.start}
@@ -128,7 +129,7 @@ class Stage:
 
     def _room(self, step: Step) -> int | None:
         """How many columns the worker is to keep room for, from the first step on; None: as many as come."""
-        if self.max_length is None and "grows" not in self.hop.hello.get("features", ()):
+        if self.max_length is None and "grows" not in self.hop.hello.features:
             return prefix_length(step.bound) + step.stop + FIXED_ROOM
         return self.max_length
 

@@ -119,7 +119,7 @@ class Stages:
         """Whether workers can hand this step on: all know the session, and none was lost."""
         if all(stage.hop.peer in self.carried for stage in self.stages[:-1]):
             return False
-        return all(stage.steps and not stage.closed and "push" in stage.hop.hello["features"] for stage in self.stages)
+        return all(stage.steps and not stage.closed and "push" in stage.hop.hello.features for stage in self.stages)
 
     async def _push(self, step: Step, retry: Retry) -> list[Tensor] | None:
         """Take a step that each worker hands on to the next. None if a worker failed: then it is taken again, as usual.

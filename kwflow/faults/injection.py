@@ -30,8 +30,8 @@ from kwflow.faults.kinds import OfRequests as OfRequests
 from kwflow.faults.kinds import Raise as Raise
 from kwflow.faults.kinds import Refuse as Refuse
 from kwflow.faults.kinds import Slow as Slow
-from kwflow.faults.kinds import Span
 from kwflow.faults.scripts import draw
+from kwflow.kwargs.schema import Span
 
 
 class Worker(Protocol):

@@ -11,8 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from kwflow.errors import KwargError
-
-Span = tuple[int, int]
+from kwflow.kwargs.schema import Span
 
 OPERATIONS = ("step", "forward", "backward", "push", "hello")
 CORRUPTIONS = ("frame", "bytes", "missing", "shape", "dtype", "nan")

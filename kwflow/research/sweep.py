@@ -174,9 +174,7 @@ def _as_here(plan: Plan, layer: int, hidden: Tensor) -> bool:
     more after the block, and no other precision."""
     hellos = [hop.hello for hop in plan.route if hop.start <= layer < hop.stop]
     dtype = str(hidden.dtype).removeprefix("torch.")
-    return all(
-        not hello["fingerprint"].get("block_fn") and (plan.options.dtype or hello["dtype"]) == dtype for hello in hellos
-    )
+    return all(not hello.fingerprint.block_fn and (plan.options.dtype or hello.dtype) == dtype for hello in hellos)
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------

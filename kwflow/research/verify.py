@@ -19,7 +19,7 @@ from torch import Tensor
 from kwflow.client.call import Plan
 from kwflow.client.flow import Flow
 from kwflow.client.peers import Hop
-from kwflow.errors import KwargError, KwflowError, SpanError
+from kwflow.errors import KwargError, KwflowError, SpanError, UnsupportedError
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bound import Span
 from kwflow.show import html as pages
@@ -119,7 +119,8 @@ def exact_match(
         bound = flow.plan(hidden, kwargs).bound
         plans = [one.plan_bound(hidden, bound.part(None, one.span)[0]) for _, one in parts]
         if threads is None:
-            threads = min(int(hop.hello["fingerprint"]["threads"]) for plan in plans for hop in plan.route)
+            announced = [hop.hello.fingerprint.threads for plan in plans for hop in plan.route]
+            threads = min(filter(None, announced), default=torch.get_num_threads())
         with threads_set(threads):
             reasons, notes = differences(plans, local, hidden), casts(plans, local, hidden)
             pairs = zip(parts, plans, strict=True)
@@ -163,7 +164,7 @@ def compare(name: str, ours: Tensor, expected: Tensor, *, top1: bool = False) ->
 
 def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     """Why the bits may differ: every part of the workers' fingerprints that is not the reference's."""
-    here = {
+    here: dict[str, Any] = {
         "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "matmul": torch.get_float32_matmul_precision(),
@@ -172,16 +173,16 @@ def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     }
     found = [other] if (other := quantized_otherwise(plans, local)) else []
     for hop in _workers(plans):
-        theirs, who = hop.hello["fingerprint"], f"worker {hop.peer[-8:]}"
-        for name, mine in here.items():
-            if theirs.get(name, mine) != mine:
-                found.append(f"{name} {theirs.get(name)} on {who}, {mine} here")
-        if (device := theirs.get("device", "cpu").split()[0]) != local.device.type:
+        theirs, who = hop.hello.fingerprint, f"worker {hop.peer[-8:]}"
+        other = replace(theirs, **here).differences(theirs)
+        found += [f"{name} {value} on {who}, {mine} here" for name, mine, value in other]
+        device = (theirs.device or "cpu").partition(" ")[0]
+        if device != local.device.type:
             found.append(f"device {device} on {who}, {local.device.type} here")
         if _dtype(hop) != local.dtype and (local.quantization or not _holds(local.dtype, _dtype(hop))):
-            found.append(f"dtype {hop.hello['dtype']} on {who}, here weights were read in {_short(local.dtype)}")
-        if theirs.get("block_fn"):
-            found.append(f"worker {hop.peer[-8:]} runs its own block_fn {theirs['block_fn']}")
+            found.append(f"dtype {hop.hello.dtype} on {who}, here weights were read in {_short(local.dtype)}")
+        if theirs.block_fn:
+            found.append(f"worker {hop.peer[-8:]} runs its own block_fn {theirs.block_fn}")
     if getattr(local, "repacked", False):
         found.append("on this CPU bitsandbytes computes the reference's nf4 in bfloat16, whatever its dtype")
     if not hidden.is_contiguous():
@@ -192,7 +193,7 @@ def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
 def quantized_otherwise(plans: Sequence[Plan], local: Any) -> str:
     """Which worker's weights are quantized as the reference's are not; empty when all are alike."""
     for hop in _workers(plans):
-        theirs = hop.hello.get("quantization", "")
+        theirs = hop.hello.quantization
         if theirs != local.quantization:
             runs = f"runs {theirs}" if theirs else "is not quantized"
             return f"worker {hop.peer[-8:]} {runs}, the reference {local.quantization or 'is not quantized'}"
@@ -218,7 +219,10 @@ def _workers(plans: Sequence[Plan]) -> list[Hop]:
 
 
 def _dtype(hop: Hop) -> torch.dtype:
-    return getattr(torch, hop.hello["dtype"])
+    dtype = getattr(torch, hop.hello.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"worker {hop.peer[-8:]} computes in {hop.hello.dtype!r:.40}, which torch here has not")
+    return dtype
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, Protocol, Self
 
 from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
+from kwflow.kwargs.schema import Span
 from kwflow.kwargs.tree import as_int
 from kwflow.show.progress import bar
 from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_imports
@@ -27,8 +28,6 @@ from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_impo
 READY_SECONDS = 120.0
 TELL_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # between two looks at who is ready, for the bar
-
-Span = tuple[int, int]
 
 
 class Client(Protocol):

@@ -8,23 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow.blocks.span import SpanSpec
-from kwflow.errors import KwargError, SessionError, ShapeError, UnsupportedError
+from kwflow.errors import KwargError, SessionError, UnsupportedError
 from kwflow.kwargs.axes import describe
-from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.builtin import CHOSEN
 
 MAX_ORDER, MAX_OPERATIONS = 4, 8  # derivatives, and operations in all, of one request
 MAX_REORDERS = 256  # of one step
-
-
-def check_hidden(hidden: Tensor, spec: SpanSpec) -> None:
-    """Raise ShapeError or KwargError unless hidden is a float tensor (batch, seq, hidden) of the model's width."""
-    width = spec.schema.sizes["hidden"]
-    if hidden.dim() != 3 or hidden.shape[2] != width:
-        raise ShapeError(f"hidden is {describe(hidden)}; these blocks take (batch, seq, {width})")
-    if not hidden.is_floating_point():
-        raise KwargError(f"hidden is {describe(hidden)}; these blocks take floating point")
 
 
 def sizes_of(hidden: Tensor) -> dict[str, int]:
@@ -57,7 +47,7 @@ def own(tensor: Tensor, device: torch.device) -> Tensor:
     return moved.clone() if moved.untyped_storage().nbytes() > moved.nbytes else moved
 
 
-def read(tree: Any, span: tuple[int, int], held: Bound | None = None) -> tuple[Tensor, Bound, list[Tensor]]:
+def read(tree: Any, span: Span, held: Bound | None = None) -> tuple[Tensor, Bound, list[Tensor]]:
     """What a request carries: hidden, kwargs, and what its operations are given; ``held``: the step before's kwargs."""
     if not isinstance(tree, dict) or not isinstance(tree.get("hidden"), Tensor):
         raise KwargError("a request carries hidden, a tensor, by that name")

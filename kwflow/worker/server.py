@@ -33,16 +33,17 @@ from kwflow.errors import (
     to_wire,
 )
 from kwflow.kwargs.bind import check_bound
-from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.bound import Bound, Span
+from kwflow.kwargs.hidden import check_hidden
 from kwflow.kwargs.prefix_kv import length
 from kwflow.version import __version__
+from kwflow.wire.hello import Hello, WorkerLimits
 from kwflow.wire.message import Message
 from kwflow.worker.compute import BACKWARD, DECODE, FORWARD, PREFILL, Compute
 from kwflow.worker.hello import features, hello
 from kwflow.worker.inbox import Inbox, Neighbour
 from kwflow.worker.requests import (
     MAX_ORDER,
-    check_hidden,
     key_size,
     own,
     read,
@@ -53,7 +54,7 @@ from kwflow.worker.requests import (
     take_mask,
     unmapped,
 )
-from kwflow.worker.sessions import Session
+from kwflow.worker.sessions import SessionState
 
 MAX_NAME = 64
 
@@ -70,19 +71,20 @@ class Served:
         self, spec: SpanSpec, *, model: str = "", kv_bytes: int = DEFAULT_KV_BYTES, batch_tokens: int = 1 << 16
     ):
         self.spec, self.model = spec, model
-        self.limits = {"kv_bytes": kv_bytes, "batch_tokens": batch_tokens, "order": MAX_ORDER}
+        self.kv_bytes, self.batch_tokens = kv_bytes, batch_tokens
         self.compute = Compute()
         self.kv_used = 0
         self.neighbours: Neighbour | None = None  # how other workers are reached, if they are
         self.inboxes: dict[str, Inbox] = {}  # of sessions, by name
         self._handing: set[asyncio.Task[None]] = set()
 
-    def hello(self) -> dict[str, Any]:
+    def hello(self) -> Hello:
         """What a client learns before its first call."""
-        said = hello(self.spec, self.model, self.limits, self.compute.threads)
-        return said if self.neighbours is None else {**said, "features": [*said["features"], "push"]}
+        limits = WorkerLimits(kv_bytes=self.kv_bytes, batch_tokens=self.batch_tokens, order=MAX_ORDER)
+        push = self.neighbours is not None
+        return hello(self.spec, self.model, limits, self.compute.threads, push=push)
 
-    def hand_on(self, session: Session, number: int, hidden: Tensor) -> None:
+    def hand_on(self, session: SessionState, number: int, hidden: Tensor) -> None:
         """Bring the next worker a step's hidden; the client does it where this fails."""
         neighbours = self.neighbours
         if session.next is None or neighbours is None:
@@ -120,7 +122,7 @@ class ClientConnection:
 
     def __init__(self, served: Served, remote: str):
         self.served, self.remote = served, remote
-        self.session: Session | None = None
+        self.session: SessionState | None = None
         self.closed = False
 
     async def handle(self, request: Message) -> Message:
@@ -147,7 +149,7 @@ class ClientConnection:
             self.session = None
 
     async def _hello(self, request: Message) -> Message:
-        return Message({"hello": self.served.hello()})
+        return Message({"hello": self.served.hello().to_json()})
 
     # ---- values and derivatives
 
@@ -158,7 +160,7 @@ class ClientConnection:
         hidden, bound, given = read(request.tree, (start, stop))
         tensors = [hidden, *bound.tensors, *given]
         one, *leaves = unmapped(operations, tensors, bound)
-        check_hidden(one, spec)
+        check_hidden(one, spec.schema.sizes["hidden"])
         check_bound(bound.with_tensors(leaves), spec.schema, sizes_of(one))
         self._limit(hidden)
         dtype = self._dtype(meta)
@@ -201,7 +203,7 @@ class ClientConnection:
             spent["waited"] = round(time.perf_counter() - came, 6)
         held = self.session and self.session.kwargs
         hidden, bound, _ = read(tree, (start, stop), held)
-        check_hidden(hidden, spec)
+        check_hidden(hidden, spec.schema.sizes["hidden"])
         past, seq = read_count(meta, "start"), hidden.shape[1]
         reorders = read_reorders(meta.get("reorder", []), hidden.shape[0])
         known = bound is held and bound.fixed and self.session is not None and hidden.shape[0] == self.session.batch
@@ -263,9 +265,9 @@ class ClientConnection:
             raise KwargError("what is handed on is one tensor")
         return Message({"taken": inbox is not None and inbox.put(read_count(request.meta, "step"), hidden)})
 
-    def _hold(self, session: Session, bound: Bound) -> None:
+    def _hold(self, session: SessionState, bound: Bound) -> None:
         """Count a step's kwargs, which stay until the next one, in the room for keys and values."""
-        size, limit = sum(tensor.nbytes for tensor in bound.tensors), self.served.limits["kv_bytes"]
+        size, limit = sum(tensor.nbytes for tensor in bound.tensors), self.served.kv_bytes
         used = self.served.kv_used - session.held_bytes
         if used + size > limit:
             raise WorkerFull(
@@ -274,7 +276,7 @@ class ClientConnection:
             )
         self.served.kv_used, session.held_bytes = used + size, size
 
-    def _make_room(self, session: Session, ahead: int, start: int, stop: int) -> None:
+    def _make_room(self, session: SessionState, ahead: int, start: int, stop: int) -> None:
         """See that a step of columns ``[start, stop)`` has room. Raises SessionError, WorkerFull.
 
         A session whose length nobody said gets twice its room, or half of what is free, or what it needs.
@@ -286,7 +288,7 @@ class ClientConnection:
             also = f" behind a prefix of {ahead}" if ahead else ""
             raise SessionError(f"columns {start}:{stop}{also} do not fit max_length {kv.max_length}")
         layers = kv.span[1] - kv.span[0]
-        free = served.limits["kv_bytes"] - served.kv_used
+        free = served.kv_bytes - served.kv_used
         most = kv.room + free // served.kv_size(session.batch, 1, layers)
         if columns > most:
             raise WorkerFull(
@@ -298,7 +300,7 @@ class ClientConnection:
         more = served.kv_size(session.batch, room - kv.room, layers)
         served.kv_used, session.bytes, kv.room = served.kv_used + more, session.bytes + more, room
 
-    def _opened(self, meta: Mapping[str, Any], batch: int, start: int, stop: int) -> Session:
+    def _opened(self, meta: Mapping[str, Any], batch: int, start: int, stop: int) -> SessionState:
         if self.session is not None and meta["start"] == 0 and batch != self.session.batch:
             self._release()  # a session that begins again, with other rows
         if self.session is None:
@@ -311,7 +313,7 @@ class ClientConnection:
             if batch < 1 or max_length == 0:
                 raise SessionError(f"a session of {batch} rows and {max_length} columns")
             size = served.kv_size(batch, max_length or 0, stop - start)
-            free = served.limits["kv_bytes"] - served.kv_used
+            free = served.kv_bytes - served.kv_used
             if size > free:
                 raise WorkerFull(
                     f"no room for a session of {batch} rows × {max_length} columns × {stop - start} layers: it needs "
@@ -322,7 +324,7 @@ class ClientConnection:
             if not isinstance(name, str) or len(name) > MAX_NAME or name in served.inboxes:
                 raise SessionError(f"a session's name is up to {MAX_NAME} letters, and its own, got {name!r:.80}")
             served.kv_used += size
-            self.session = Session(KV(start, stop, max_length), batch, size, name=name)
+            self.session = SessionState(KV(start, stop, max_length), batch, size, name=name)
             if name:
                 served.inboxes[name] = self.session.inbox
         if (start, stop) != self.session.kv.span:
@@ -346,7 +348,7 @@ class ClientConnection:
             raise UnsupportedError(f"this worker runs {kind}, which has no float64: there is no fp64 verdict")
         return getattr(torch, meta["dtype"])
 
-    def _span(self, meta: Mapping[str, Any]) -> tuple[int, int]:
+    def _span(self, meta: Mapping[str, Any]) -> Span:
         said = meta.get("span")
         if not (isinstance(said, list) and len(said) == 2 and all(type(layer) is int for layer in said)):
             raise SpanError(f"a request names its span, [start, stop], got {said!r:.80}")
@@ -360,8 +362,8 @@ class ClientConnection:
 
     def _limit(self, hidden: Tensor) -> None:
         tokens = hidden.numel() // max(1, self.served.spec.schema.sizes["hidden"])
-        if tokens > self.served.limits["batch_tokens"]:
-            raise BudgetError(f"{tokens} tokens in one request; this worker takes {self.served.limits['batch_tokens']}")
+        if tokens > self.served.batch_tokens:
+            raise BudgetError(f"{tokens} tokens in one request; this worker takes {self.served.batch_tokens}")
 
 
 def _home(result: Tensor | None) -> Tensor | None:

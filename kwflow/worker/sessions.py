@@ -13,7 +13,7 @@ from kwflow.worker.inbox import Inbox
 
 
 @dataclass
-class Session:
+class SessionState:
     """Keys, values and mask of one client's session on this worker."""
 
     kv: KV

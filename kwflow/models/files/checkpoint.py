@@ -17,7 +17,7 @@ from kwflow.errors import ModelError, did_you_mean
 from kwflow.models.files import hub
 from kwflow.models.files.embedded import EMBEDDED, embedded_model
 from kwflow.models.files.gguf import converted, converted_name
-from kwflow.models.files.shard import Entry, Span, file_size, prefetch, read_header, read_parts
+from kwflow.models.files.shard import ByteRange, Entry, file_size, prefetch, read_header, read_parts
 
 if TYPE_CHECKING:
     import torch
@@ -264,7 +264,7 @@ class Checkpoint:
             self._headers[file] = read_header(path, size, lambda span: self._parts(file, [span])[0])
         return self._headers[file]
 
-    def _parts(self, file: str, spans: Sequence[Span]) -> list[bytes]:
+    def _parts(self, file: str, spans: Sequence[ByteRange]) -> list[bytes]:
         """Parts of a file, from the disk or, where it has not been downloaded, from the hub."""
         path = self.folder / file
         return read_parts(path, spans) if path.is_file() else hub.read_parts(self.folder, file, spans)

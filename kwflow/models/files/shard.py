@@ -16,7 +16,7 @@ from kwflow.errors import ModelError
 HEADER_LIMIT = 100_000_000  # bytes; safetensors' own limit
 PREFETCH_BYTES = 128 << 10  # more at once is cut off without a word
 
-Span = tuple[int, int]  # byte offsets [start, stop) in a file
+ByteRange = tuple[int, int]  # [start, stop) in a file
 
 
 class Entry(NamedTuple):
@@ -35,7 +35,7 @@ def file_size(path: Path) -> int:
         raise ModelError(f"cannot read {path}: {error}") from error
 
 
-def read_parts(path: Path, spans: Sequence[Span]) -> list[bytes]:
+def read_parts(path: Path, spans: Sequence[ByteRange]) -> list[bytes]:
     """Read parts of a file and, where the system can be told, nothing around them."""
     try:
         with path.open("rb", buffering=0) as file:
@@ -46,7 +46,7 @@ def read_parts(path: Path, spans: Sequence[Span]) -> list[bytes]:
         raise ModelError(f"cannot read {path}: {error}") from error
 
 
-def prefetch(path: Path, spans: Sequence[Span]) -> None:
+def prefetch(path: Path, spans: Sequence[ByteRange]) -> None:
     """Have parts of a file read into the system's cache, where the system can be told.
 
     NOTE [read ahead] who reads a mapped file from its start to its middle has the system read on: 128 KiB as Linux
@@ -63,7 +63,7 @@ def prefetch(path: Path, spans: Sequence[Span]) -> None:
         raise ModelError(f"cannot read {path}: {error}") from error
 
 
-def read_header(path: Path, size: int, read: Callable[[Span], bytes]) -> dict[str, Entry]:
+def read_header(path: Path, size: int, read: Callable[[ByteRange], bytes]) -> dict[str, Entry]:
     """A safetensors header, checked against the file's size. Format: 8 bytes length, JSON, data."""
     length = int.from_bytes(read((0, min(8, size))), "little")
     if size < 8 or length > min(size - 8, HEADER_LIMIT):
