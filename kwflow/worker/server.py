@@ -32,10 +32,10 @@ from kwflow.errors import (
     WorkerFull,
     to_wire,
 )
+from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.bind import check_bound
 from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.hidden import check_hidden
-from kwflow.kwargs.prefix_kv import length
 from kwflow.version import __version__
 from kwflow.wire.hello import Hello, WorkerLimits
 from kwflow.wire.message import Message
@@ -44,12 +44,12 @@ from kwflow.worker.hello import features, hello
 from kwflow.worker.inbox import Inbox, Neighbour
 from kwflow.worker.requests import (
     MAX_ORDER,
+    copy_to,
     key_size,
-    own,
-    read,
     read_count,
     read_operations,
     read_reorders,
+    read_request,
     sizes_of,
     take_mask,
     unmapped,
@@ -144,7 +144,7 @@ class ClientConnection:
 
     def _release(self) -> None:
         if self.session is not None:
-            self.served.kv_used -= self.session.bytes + self.session.held_bytes
+            self.served.kv_used -= self.session.bytes + self.session.kwargs_bytes
             self.served.inboxes.pop(self.session.name, None)
             self.session = None
 
@@ -157,11 +157,11 @@ class ClientConnection:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
         operations = read_operations(meta.get("ops", []))
-        hidden, bound, given = read(request.tree, (start, stop))
-        tensors = [hidden, *bound.tensors, *given]
-        one, *leaves = unmapped(operations, tensors, bound)
-        check_hidden(one, spec.schema.sizes["hidden"])
-        check_bound(bound.with_tensors(leaves), spec.schema, sizes_of(one))
+        hidden, bound, arguments = read_request(request.tree, (start, stop))
+        tensors = [hidden, *bound.tensors, *arguments]
+        hidden_of_call, *leaves = unmapped(operations, tensors, bound)
+        check_hidden(hidden_of_call, spec.schema.sizes["hidden"])
+        check_bound(bound.with_tensors(leaves), spec.schema, sizes_of(hidden_of_call))
         self._limit(hidden)
         dtype = self._dtype(meta)
         blocks = spec.part(start, stop)
@@ -185,8 +185,8 @@ class ClientConnection:
                     if isinstance(error, KwflowError) or of_the_machine(error):
                         raise
                     # what torch cannot derive here, it cannot on another worker
-                    said = f"deriving layers {start}:{stop} ({operations}) raised {type(error).__name__}: {error}"
-                    raise BlockError(said) from error
+                    message = f"deriving layers {start}:{stop} ({operations}) raised {type(error).__name__}: {error}"
+                    raise BlockError(message) from error
 
         backward = bool(operations)
         results, queued, computed = await self.served.compute(BACKWARD if backward else FORWARD, work)
@@ -197,28 +197,30 @@ class ClientConnection:
     async def _step(self, request: Message) -> Message:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
-        came, tree, spent = time.perf_counter(), request.tree, dict[str, float]()
+        started, tree, spent = time.perf_counter(), request.tree, dict[str, float]()
         if meta.get("from") is not None:
-            tree = await self._brought(request)
-            spent["waited"] = round(time.perf_counter() - came, 6)
-        held = self.session and self.session.kwargs
-        hidden, bound, _ = read(tree, (start, stop), held)
+            tree = await self._await_hidden(request)
+            spent["waited"] = round(time.perf_counter() - started, 6)
+        previous = self.session and self.session.kwargs
+        hidden, bound, _ = read_request(tree, (start, stop), previous)
         check_hidden(hidden, spec.schema.sizes["hidden"])
         past, seq = read_count(meta, "start"), hidden.shape[1]
         reorders = read_reorders(meta.get("reorder", []), hidden.shape[0])
-        known = bound is held and bound.fixed and self.session is not None and hidden.shape[0] == self.session.batch
-        if not known:
+        unchanged = (
+            bound is previous and bound.fixed and self.session is not None and hidden.shape[0] == self.session.batch
+        )
+        if not unchanged:
             check_bound(bound, spec.schema, {**sizes_of(hidden), "key": key_size(bound, past, seq)})
-        ahead = length(bound)
-        if ahead and past:
+        prefix_length = prefix_kv.length(bound)
+        if prefix_length and past:
             raise SessionError(f"prefix_kv stands before column 0, the step starts at {past}")
         session = self._opened(meta, hidden.shape[0], start, stop)
-        ahead = session.kv.prefix if past else ahead
+        prefix_length = session.kv.prefix if past else prefix_length
         if past > session.length:
             raise WorkerFailed(f"this worker holds {session.length} columns of the session, the step starts at {past}")
-        self._make_room(session, ahead, past, past + seq)
+        self._make_room(session, prefix_length, past, past + seq)
         blocks = spec.part(start, stop)
-        self._hold(session, bound)
+        self._reserve_kwargs(session, bound)
 
         def work() -> list[Tensor]:
             captured: list[Tensor] = []
@@ -229,16 +231,23 @@ class ClientConnection:
                         session.reordered = number
                 kwargs = session.kwargs
                 if kwargs is None or bound is not kwargs:
-                    kwargs = bound.with_tensors([own(tensor, spec.device) for tensor in bound.tensors])
+                    kwargs = bound.with_tensors([copy_to(tensor, spec.device) for tensor in bound.tensors])
                 session.kwargs = kwargs
-                given, mine = take_mask(kwargs)
-                mask = session.column_mask(given, past, seq)
+                step_mask, layer_kwargs = take_mask(kwargs)
+                mask = session.column_mask(step_mask, past, seq)
                 mask = None if mask is None else mask.to(spec.device)
                 session.length = past  # what stands behind is cropped, also when this step fails
                 params = [block.params for block in blocks]
                 entering = hidden.to(spec.device, spec.dtype)
                 out = run(
-                    blocks, params, entering, mine, past=past, attention_mask=mask, kv=session.kv, captured=captured
+                    blocks,
+                    params,
+                    entering,
+                    layer_kwargs,
+                    past=past,
+                    attention_mask=mask,
+                    kv=session.kv,
+                    captured=captured,
                 )
                 session.length = past + seq
                 return [output.to(hidden.dtype).cpu() for output in (out, *captured)]
@@ -248,7 +257,7 @@ class ClientConnection:
             self.served.hand_on(session, read_count(meta, "hand"), outputs[0])
         return Message({**spent, "queue": round(queued, 6), "compute": round(computed, 6)}, outputs)
 
-    async def _brought(self, request: Message) -> dict[str, Any]:
+    async def _await_hidden(self, request: Message) -> dict[str, Any]:
         """A step's tree with the hidden that another worker brings."""
         session, meta, wait = self.session, request.meta, request.meta.get("wait")
         if session is None or not session.name:
@@ -265,27 +274,27 @@ class ClientConnection:
             raise KwargError("what is handed on is one tensor")
         return Message({"taken": inbox is not None and inbox.put(read_count(request.meta, "step"), hidden)})
 
-    def _hold(self, session: SessionState, bound: Bound) -> None:
+    def _reserve_kwargs(self, session: SessionState, bound: Bound) -> None:
         """Count a step's kwargs, which stay until the next one, in the room for keys and values."""
         size, limit = sum(tensor.nbytes for tensor in bound.tensors), self.served.kv_bytes
-        used = self.served.kv_used - session.held_bytes
+        used = self.served.kv_used - session.kwargs_bytes
         if used + size > limit:
             raise WorkerFull(
                 f"no room for a step's kwargs: they hold {size / 1e6:.1f} MB, {(limit - used) / 1e6:.1f} MB are free "
                 f"(workers with more: kwflow worker --kv-mb)"
             )
-        self.served.kv_used, session.held_bytes = used + size, size
+        self.served.kv_used, session.kwargs_bytes = used + size, size
 
-    def _make_room(self, session: SessionState, ahead: int, start: int, stop: int) -> None:
+    def _make_room(self, session: SessionState, prefix_length: int, start: int, stop: int) -> None:
         """See that a step of columns ``[start, stop)`` has room. Raises SessionError, WorkerFull.
 
         A session whose length nobody said gets twice its room, or half of what is free, or what it needs.
         """
-        served, kv, columns = self.served, session.kv, ahead + stop
+        served, kv, columns = self.served, session.kv, prefix_length + stop
         if columns <= kv.room:
             return
         if kv.max_length is not None:
-            also = f" behind a prefix of {ahead}" if ahead else ""
+            also = f" behind a prefix of {prefix_length}" if prefix_length else ""
             raise SessionError(f"columns {start}:{stop}{also} do not fit max_length {kv.max_length}")
         layers = kv.span[1] - kv.span[0]
         free = served.kv_bytes - served.kv_used
@@ -349,10 +358,10 @@ class ClientConnection:
         return getattr(torch, meta["dtype"])
 
     def _span(self, meta: Mapping[str, Any]) -> Span:
-        said = meta.get("span")
-        if not (isinstance(said, list) and len(said) == 2 and all(type(layer) is int for layer in said)):
-            raise SpanError(f"a request names its span, [start, stop], got {said!r:.80}")
-        start, stop = said
+        value = meta.get("span")
+        if not (isinstance(value, list) and len(value) == 2 and all(type(layer) is int for layer in value)):
+            raise SpanError(f"a request names its span, [start, stop], got {value!r:.80}")
+        start, stop = value
         if not self.served.spec.start <= start < stop <= self.served.spec.stop:
             raise SpanError(
                 f"layers {start}:{stop} are not all on this worker, which serves "
