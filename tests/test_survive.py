@@ -1138,7 +1138,7 @@ def test_a_worker_that_dies_handed_nothing_on_wrongly() -> None:
             session.step(random(B, 1, D))
         session.step(random(B, 1, D), steer={0: torch.full((D,), 1e38)})
         session.step(random(B, 1, D), edit=kf.scale(1e38, layers=1))
-        assert len(session.replays) == 3 and not session._stages.carried and not session._stages._strays
+        assert len(session.replays) == 3 and not session._stages.carried and not session._stages._wrong_handoffs
 
 
 def test_a_worker_that_was_replaced_is_let_go_of() -> None:

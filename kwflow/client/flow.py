@@ -78,8 +78,8 @@ class Flow:
         start = self.start if layers.start is None else as_int(layers.start)
         stop = self.stop if layers.stop is None else as_int(layers.stop)
         if start is None or stop is None or not self.start <= start < stop <= self.stop:
-            said = ":".join("" if end is None else repr(end) for end in (layers.start, layers.stop))
-            raise SpanError(f"flow[{said}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)")
+            bounds = ":".join("" if end is None else repr(end) for end in (layers.start, layers.stop))
+            raise SpanError(f"flow[{bounds}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)")
         return Flow(self.ends, self.peers, (start, stop), self._options)
 
     def options(self, **changes: Any) -> Flow:
@@ -89,8 +89,8 @@ class Flow:
         if unknown:
             raise KwargError(f"no option {sorted(unknown)[0]!r}; options are {', '.join(Options.__dataclass_fields__)}")
         if "peers_blocked" in changes:
-            given = changes["peers_blocked"]
-            changes["peers_blocked"] = (given,) if isinstance(given, str) else tuple(given)
+            blocked = changes["peers_blocked"]
+            changes["peers_blocked"] = (blocked,) if isinstance(blocked, str) else tuple(blocked)
         if isinstance(changes.get("dtype"), torch.dtype):
             changes["dtype"] = str(changes["dtype"]).removeprefix("torch.")
         for name in {"timeout", "batch_tokens"} & set(changes):
@@ -170,8 +170,8 @@ class Flow:
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             # of inference tensors nobody can tell in backward whether they were changed since, nor save them for it
             tensors = tuple(t.clone() if t.is_inference() else t for t in tensors)
-            own = replace(plan, bound=plan.bound.with_tensors(tensors[1:]))
-            return PlanCall.apply(own, retry, *tensors)  # type: ignore[no-any-return]
+            plan_of_clones = replace(plan, bound=plan.bound.with_tensors(tensors[1:]))
+            return PlanCall.apply(plan_of_clones, retry, *tensors)  # type: ignore[no-any-return]
         return plan.forward(tensors, retry)[0]
 
     async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:

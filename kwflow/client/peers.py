@@ -54,14 +54,14 @@ class KnownPeers:
         view: Callable[[], Sequence[Serves]],
         *,
         checkpoint: str = "",
-        looked: Callable[[], float] = time.monotonic,
+        refreshed_at: Callable[[], float] = time.monotonic,
         others: Callable[[], Awaitable[str]] | None = None,
         stop: Callable[[], Awaitable[None]] | None = None,
     ):
         self.pool = channel.Pool(transport)
         self.checkpoint = checkpoint
         self.last_failure: WorkerFailed | None = None
-        self.looked = looked  # from when on the view is, by time.monotonic()
+        self.refreshed_at = refreshed_at  # from when on the view is, by time.monotonic()
         self._view, self._others = view, others  # others: what to say where the view is empty
         self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
         self._hellos: dict[str, Hello] = {}
@@ -117,9 +117,9 @@ class KnownPeers:
 
     def last_known(self, start: int, stop: int) -> list[tuple[Span, Schema]] | None:
         """What the layers' workers took when they were met last, layer by layer; None where one was never met."""
-        found = [(layer, self._schemas.get(layer)) for layer in range(start, stop)]
-        known = [((layer, layer + 1), schema) for layer, schema in found if schema is not None]
-        return known if len(known) == len(found) else None
+        schemas = [(layer, self._schemas.get(layer)) for layer in range(start, stop)]
+        known = [((layer, layer + 1), schema) for layer, schema in schemas if schema is not None]
+        return known if len(known) == len(schemas) else None
 
     def _refuse_closed(self) -> None:
         if not self._ended.alive:  # else a call would wait for workers until its deadline
@@ -145,10 +145,14 @@ class KnownPeers:
     def _refuse_others(self, start: int, stop: int) -> None:
         """Raise ModelError if the layers could be had, but for the weights."""
         view = self._view()
-        theirs = {worker.peer: self._weights(worker) for worker in view}
-        ours = [worker for worker in view if theirs[worker.peer] in ("", self.checkpoint)]
-        if not covers(ours, start, stop) and covers(view, start, stop):
-            others = [f"{one[:16]} on {peer[-8:]}" for peer, one in sorted(theirs.items()) if one != self.checkpoint]
+        checkpoints = {worker.peer: self._weights(worker) for worker in view}
+        matching = [worker for worker in view if checkpoints[worker.peer] in ("", self.checkpoint)]
+        if not covers(matching, start, stop) and covers(view, start, stop):
+            others = [
+                f"{checkpoint[:16]} on {peer[-8:]}"
+                for peer, checkpoint in sorted(checkpoints.items())
+                if checkpoint != self.checkpoint
+            ]
             raise ModelError(
                 f"layers {start}:{stop} are served with other weights: this client's checkpoint is "
                 f"{self.checkpoint[:16]}, the swarm's {', '.join(others)}; both must come from the same files "
@@ -173,11 +177,13 @@ class KnownPeers:
         """What the workers that this client has met say of themselves."""
         return list(self._hellos.values())
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[KnownWorker]:
         """The workers that serve some layers now, as far as this client knows; nobody is asked."""
         return [
-            Known(one.peer, one.start, one.stop, self._hellos.get(one.peer), self.avoided(one.peer))
-            for one in self._view()
+            KnownWorker(
+                worker.peer, worker.start, worker.stop, self._hellos.get(worker.peer), self.avoided(worker.peer)
+            )
+            for worker in self._view()
         ]
 
     def failed(self, error: WorkerFailed) -> None:
@@ -194,7 +200,7 @@ class KnownPeers:
         """Ask a worker how it is, unless it answered or failed meanwhile; one that left the directory is forgotten."""
         if self._bans.get(peer) is not ban or not self._ended.alive:
             return
-        if all(one.peer != peer for one in self._view()):
+        if all(worker.peer != peer for worker in self._view()):
             del self._bans[peer]
             return
         try:
@@ -208,13 +214,13 @@ class KnownPeers:
         """Whether routes avoid a worker, because it failed and has not answered since."""
         return peer in self._bans
 
-    def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+    def served_before(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those served these layers to this client before."""
         return all(self._served.get(layer, set()) - set(blocked) for layer in range(start, stop))
 
-    def named(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+    def listed(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those are named for these layers, avoided ones too."""
-        return covers([one for one in self._matching() if one.peer not in blocked], start, stop)
+        return covers([worker for worker in self._matching() if worker.peer not in blocked], start, stop)
 
     def close(self) -> None:
         """Close every link; calling it again does nothing."""
@@ -269,7 +275,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownWorker:
     """A worker as a client knows it; ``hello``: what it said of itself, None if it was not asked since it failed."""
 
     peer: str
@@ -300,7 +306,7 @@ class Peers(Protocol):
         """What the workers that were met say of themselves."""
         ...
 
-    def known(self) -> Sequence[Known]:
+    def known(self) -> Sequence[KnownWorker]:
         """The workers that serve some layers now, as far as this client knows; nobody is asked."""
         ...
 
@@ -312,15 +318,15 @@ class Peers(Protocol):
         """Whether routes avoid a worker, because it failed and has not answered since."""
         ...
 
-    def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+    def served_before(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those served these layers to this client before: a gap that may close again."""
         ...
 
-    def named(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+    def listed(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those are named for these layers, avoided ones too."""
         ...
 
-    def looked(self) -> float:
+    def refreshed_at(self) -> float:
         """From when on, by time.monotonic(), it is known which workers there are: newer ones may have come."""
         ...
 

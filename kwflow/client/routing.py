@@ -55,9 +55,9 @@ def gaps(spans: Sequence[Span], layers: int) -> list[Span]:
     >>> gaps([(0, 3), (2, 5), (8, 9)], 10)
     [(5, 8), (9, 10)]
     """
-    found, at = [], 0
+    missing, at = [], 0
     for start, stop in [*sorted(spans), (layers, layers)]:
         if start > at:
-            found.append((at, start))
+            missing.append((at, start))
         at = max(at, stop)
-    return found
+    return missing

@@ -24,7 +24,7 @@ from torch import Tensor
 from kwflow.client.call import IN_FLIGHT, Plan
 from kwflow.client.flow import Flow
 from kwflow.errors import CallerError, KwargError, ShapeError
-from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.edit import Edit
 from kwflow.research.folding import FOLDS, act_after, fold, signature
 
@@ -218,7 +218,7 @@ def _run(flow: Flow, hidden_BSD: Tensor, runs: Sequence[_Run]) -> Tensor:
     return wide if first.start == flow.stop else _layers(flow, wide, bound, (first.start, flow.stop))
 
 
-def _layers(flow: Flow, hidden: Tensor, bound: Bound, span: tuple[int, int]) -> Tensor:
+def _layers(flow: Flow, hidden: Tensor, bound: Bound, span: Span) -> Tensor:
     return flow[span[0] : span[1]].run_bound(hidden, bound.part(None, span)[0])[0]
 
 

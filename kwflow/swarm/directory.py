@@ -137,28 +137,28 @@ class Directory:
     def __init__(self, node: Store, model: str, layers: int, *, period: float = REFRESH_SECONDS):
         self._node, self._model, self._layers, self._period = node, model, layers, period
         self._view: tuple[WorkerRecord, ...] = ()
-        self._seen = float("-inf")  # when a read last found anything
-        self._looked = float("-inf")  # when the last read began
+        self._last_result = float("-inf")  # when a read last found anything
+        self._refreshed_at = float("-inf")  # when the last read began
         self._refreshing: asyncio.Task[None] | None = None
 
     def view(self) -> tuple[WorkerRecord, ...]:
         """The workers found by the last read, by their span and peer id; nothing is awaited."""
         return self._view
 
-    def looked(self) -> float:
+    def refreshed_at(self) -> float:
         """From when on, by time.monotonic(), the view is."""
-        return self._looked
+        return self._refreshed_at
 
     async def refresh(self) -> tuple[WorkerRecord, ...]:
         """Read the directory now. Raises TimeoutError."""
         began = time.monotonic()
         async with asyncio.timeout(READ_SECONDS):
-            found = await self._node.get(_key(self._model, layer) for layer in range(self._layers))
+            by_key = await self._node.get(_key(self._model, layer) for layer in range(self._layers))
         now = time.monotonic()
-        if found or now - self._seen > TTL_SECONDS:  # not even a record of who is gone: perhaps nobody answered
-            self._view = _records(self._model, self._layers, found)
-        if found:
-            self._seen, self._looked = now, began
+        if by_key or now - self._last_result > TTL_SECONDS:  # not even a record of who is gone: perhaps nobody answered
+            self._view = _records(self._model, self._layers, by_key)
+        if by_key:
+            self._last_result, self._refreshed_at = now, began
         for record in self._view:
             self._node.learn(record.peer, record.addrs)
         return self._view
