@@ -167,12 +167,12 @@ def test_who_refuses_is_taken_at_its_word_once_it_is_known_who_else_came(swarm: 
     swarm.answers(0, lambda reply: refusal)
     swarm.hidden = {1}
     began = time.monotonic()
-    peers.looked = lambda: began if swarm.hidden else time.monotonic()  # type: ignore[method-assign]
+    peers.refreshed_at = lambda: began if swarm.hidden else time.monotonic()  # type: ignore[method-assign]
     threading.Timer(1.5, swarm.hidden.clear).start()
     assert torch.equal(swarm.flow.options(timeout=20)(X), expected)
 
     swarm.hidden = {1}
-    peers.looked = time.monotonic  # type: ignore[method-assign]
+    peers.refreshed_at = time.monotonic  # type: ignore[method-assign]
     with pytest.raises((NoRoute, WorkerFull), match="refuses|no room"):
         swarm.flow.options(timeout=60)(X)
     assert time.monotonic() - began < 20, "not at the deadline"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from kwflow.cli.main import import_function, main, parse_span
 from kwflow.cli.status import Seen, bar, show
 from kwflow.client.routing import gaps
 from kwflow.errors import KwargError, SpanError
+from kwflow.kwargs.schema import Schema
 from kwflow.swarm.directory import ModelRecord, WorkerRecord, announced
 from kwflow.wire import loop
+from kwflow.wire.hello import Fingerprint, Hello
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -168,7 +171,9 @@ def record(peer: str, start: int, stop: int, checkpoint: str = "") -> WorkerReco
     return WorkerRecord("toy", f"12D3KooW{peer}", (), start, stop, 30, checkpoint, "0.1.0")
 
 
-HELLO = {"version": "0.1.0", "dtype": "bfloat16", "fingerprint": {"threads": 2}}
+HELLO = Hello(
+    version="0.1.0", span=(0, 30), dtype="bfloat16", schema=Schema({}, {}), fingerprint=Fingerprint(threads=2)
+)
 
 
 def test_a_whole_swarm_fits_80_columns() -> None:
@@ -179,10 +184,10 @@ def test_a_whole_swarm_fits_80_columns() -> None:
 
 
 def test_status_says_what_a_worker_computes_in() -> None:
-    said = {**HELLO, "quantization": "nf4", "device": "cpu"}
+    said = replace(HELLO, quantization="nf4", device="cpu")
     out = drawn([Seen(record("AAAAAAAA", 0, 30), said)])
     assert "nf4 bfloat16" in out and "…" not in out and all(len(line.rstrip()) <= 80 for line in out.splitlines())
-    out = drawn([Seen(record("AAAAAAAA", 0, 30), {**HELLO, "device": "cuda:1"})])
+    out = drawn([Seen(record("AAAAAAAA", 0, 30), replace(HELLO, device="cuda:1"))])
     assert "cuda:1" in out and "threads" not in out
 
 
@@ -191,10 +196,12 @@ def test_what_is_wrong_is_named() -> None:
     assert "nobody serves layers 10:12, 29:30" in out
     assert "no answer in 2 s from BBBBBBBB" in out
     assert "different weights" in out and "27 of 30" in out
+    out = drawn([Seen(record("AAAAAAAA", 0, 30), None, answered=True)])
+    assert "unreadable" in out and "does not read" in out and "no answer" not in out
 
 
 def test_a_strangers_record_does_not_reach_the_terminal() -> None:
-    hostile = {"version": "\x1b[2J[red]9[/red]", "dtype": ["x"], "fingerprint": 3}
+    hostile = replace(HELLO, version="\x1b[2J[red]9[/red]", dtype="\x1b]0;x\x07")
     out = drawn([Seen(record("AAAAAAAA", 0, 30), hostile)], model="\x1b]0;toy\x07[bold]")
     assert "\x1b" not in out and "\x07" not in out and "[bold]" in out
 

@@ -527,10 +527,10 @@ LAST_WORDS = """
         return hidden
 
     flow = kf.connect(sys.argv[1], block_fn=busy)[:1]
-    from kwflow import link
+    from kwflow.wire import loop
 
     hidden, large = torch.zeros(1, 1, 32), torch.zeros(1000, 1000)
-    link.submit(flow.acall(hidden, large=large))
+    loop.submit(flow.acall(hidden, large=large))
     time.sleep(0.2)
 """
 

@@ -165,7 +165,7 @@ def test_request_over_the_limit_is_refused_readably(swarm: LocalSwarm, client: N
 def test_broken_bytes_are_answered(swarm: LocalSwarm, client: Node, data: bytes, said: str) -> None:
     async def work() -> None:
         channel = await client.open(swarm.workers[0].peer)
-        reply = channel._inbox.reply = asyncio.get_running_loop().create_future()
+        reply = channel._replies.reply = asyncio.get_running_loop().create_future()
         channel._writer.write(data)
         async with asyncio.timeout(5):
             answer = bytes(await reply)
@@ -185,7 +185,7 @@ def test_unasked_reply_breaks_the_channel(swarm: LocalSwarm, client: Node) -> No
     async def work() -> None:
         channel = await client.open(swarm.workers[0].peer)
         with pytest.raises(ProtocolError, match="no request"):
-            channel._inbox._deliver(bytearray())
+            channel._replies._deliver(bytearray())
         await channel.aclose()
 
     run(work(), 10)
@@ -459,9 +459,9 @@ def test_records_expire_and_are_renewed(client: Node, swarm: LocalSwarm) -> None
 
 OWNER = """
     import asyncio, os, signal, sys, time
-    from kwflow.link import run
     from kwflow.swarm.hivemind import Node
-    from kwflow.wire import Message
+    from kwflow.wire.loop import run
+    from kwflow.wire.message import Message
 
     signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
     node = run(Node.start(own_session=True, client=True, initial_peers=sys.argv[1:]), 20)

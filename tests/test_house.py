@@ -23,7 +23,7 @@ MAY = {
     "worker": "version errors autograd kwargs wire blocks",
     "client": "show errors autograd kwargs wire",
     "research": "show errors autograd kwargs blocks models client",
-    "faults": "errors wire blocks worker client",
+    "faults": "errors kwargs wire blocks worker client",
     "swarm": "show version errors kwargs wire blocks models worker client faults",
     "huggingface": "errors kwargs models client swarm",
     "notebook": "show errors kwargs models client research swarm huggingface",

@@ -246,9 +246,9 @@ def test_hello_and_repr_name_the_quantization(mode: str) -> None:
     served = Served(span("llama", mode, 0, 4))
     hello = served.hello()
     served.close()
-    assert hello["quantization"] == hello["fingerprint"]["quantization"] == mode
-    assert ("float64" in hello["features"]) == (mode == "nf4")
-    assert {"vjp", "jvp", "vmap", "nested"} <= set(hello["features"])
+    assert hello.quantization == hello.fingerprint.quantization == mode
+    assert ("float64" in hello.features) == (mode == "nf4")
+    assert {"vjp", "jvp", "vmap", "nested"} <= set(hello.features)
     with quantized_flow("llama", mode, dtype=torch.bfloat16) as flow:
         flow(inputs()[0])
         assert repr(flow) == f"Flow({flow.ends.name}, layers 0:4, float32, workers {mode} bfloat16)"

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,6 +241,7 @@ def test_captured_heads_and_patterns_of_other_sizes_are_a_failure() -> None:
         lambda said: {**said, "limits": {"batch_tokens": "many"}},
         lambda said: {**said, "fingerprint": [1]},
         lambda said: {**said, "features": 3},
+        lambda said: {**said, "schema": {**said["schema"], "projections": {"q_proj": [1, 1e999]}}},
         lambda said: {name: value for name, value in said.items() if name != "span"},
         lambda said: {**said, "span": [0, 3]},  # it came back with other layers
         lambda said: {**said, "dtype": None},
@@ -251,12 +253,12 @@ def test_captured_heads_and_patterns_of_other_sizes_are_a_failure() -> None:
 def test_a_hello_that_says_nonsense_is_a_failure(change: Any) -> None:
     swarm = Swarm("llama", (0, 4), (0, 4))
     served = served_by(swarm)[0]
-    said = served.hello()
+    said = served.hello().to_json()
 
     def hello() -> Any:
         if isinstance(change, Exception):
             raise change
-        return change(said)
+        return SimpleNamespace(to_json=lambda: change(said))
 
     served.hello = hello
     assert swarm.flow(random(B, S, D)).shape == (B, S, D)
@@ -1136,7 +1138,7 @@ def test_a_worker_that_dies_handed_nothing_on_wrongly() -> None:
             session.step(random(B, 1, D))
         session.step(random(B, 1, D), steer={0: torch.full((D,), 1e38)})
         session.step(random(B, 1, D), edit=kf.scale(1e38, layers=1))
-        assert len(session.replays) == 3 and not session._stages.carried and not session._stages._strays
+        assert len(session.replays) == 3 and not session._stages.carried and not session._stages._wrong_handoffs
 
 
 def test_a_worker_that_was_replaced_is_let_go_of() -> None:

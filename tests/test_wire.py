@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from hypothesis import strategies as st
 
 from kwflow.errors import BudgetError, KwargError, ProtocolError
 from kwflow.kwargs.axes import axes
+from kwflow.swarm.directory import ModelRecord, WorkerRecord, _by_key
 from kwflow.wire.frames import FRAME_BYTES, Frames, Kind, frame, frames
+from kwflow.wire.hello import Fingerprint, Hello, WorkerLimits
 from kwflow.wire.message import LIMITS, Limits, Message, dumps, loads
 from tests.test_tree import SCALARS, assert_same, trees
 
@@ -235,7 +238,64 @@ def test_the_frames_of_version_1_are_pinned():
 
 
 def test_every_golden_file_is_tested():
-    assert {path.name for path in GOLDEN.iterdir()} == set(_golden_files())
+    assert {path.name for path in GOLDEN.iterdir()} == {*_golden_files(), "v1_hello.json", "v1_records.json"}
+
+
+def test_a_hello_is_read_and_written_as_before():
+    golden = json.loads((GOLDEN / "v1_hello.json").read_text())
+    hello = Hello.from_json(golden)
+    assert json.dumps(hello.to_json()) == json.dumps(golden)  # the order of the keys too
+    assert (hello.span, hello.limits.order, hello.fingerprint.threads) == ((1, 3), 4, 1)
+    read = loads(dumps(Message({"hello": hello.to_json()}))).meta["hello"]
+    assert Hello.from_json(read) == hello
+
+
+def test_directory_records_are_read_and_written_as_before():
+    golden = json.loads((GOLDEN / "v1_records.json").read_text())
+    peer, value = golden["kwflow/tiny/1"]
+    record = WorkerRecord.from_json(value, model="tiny", peer=peer)
+    assert json.loads(json.dumps(_by_key(record))) == golden
+    (name, value) = golden["kwflow/models"]
+    assert ModelRecord.from_json(value, model=name) == ModelRecord("tiny", 4, "ab" * 32)
+
+
+def test_another_versions_hello_is_read():
+    golden = json.loads((GOLDEN / "v1_hello.json").read_text())
+    whole = Hello.from_json(golden)
+    older = Hello.from_json({name: golden[name] for name in ("span", "dtype", "schema")})
+    assert (older.features, older.limits, older.fingerprint) == ((), WorkerLimits(), Fingerprint())
+    assert not [*older.fingerprint.differences(whole.fingerprint), *whole.fingerprint.differences(older.fingerprint)]
+    newer = {**golden, "mood": [1], "fingerprint": {**golden["fingerprint"], "mkl": "2025", "nested": {"a": [1]}}}
+    parts = Hello.from_json(newer).fingerprint
+    assert [*parts.differences(replace(parts, more={"mkl": "2024"}))] == [("mkl", "2025", "2024")]
+    assert "nested" not in parts.parts() and not [*parts.differences(whole.fingerprint)]
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        *(("span", span) for span in ([0, 10**9], [2, 2], [-1, 2], [0, True], [0, 1.0], [0, 1, 2], "01", None)),
+        *(("dtype", dtype) for dtype in (None, 3, "f" * 10**6, ["float32"])),
+        *(("features", features) for features in ("push", [["push"]], ["f"] * 10**5, {"push": 1})),
+        *(("limits", limits) for limits in ({"batch_tokens": -1}, {"kv_bytes": 1e9}, {"order": 10**40}, [])),
+        *(("fingerprint", parts) for parts in ({"threads": 10**9}, {"threads": True}, {"isa": {"a": [[]]}}, "x")),
+        *(("schema", schema) for schema in ({}, None, {"kwargs": {"steer": 1}, "sizes": {}, "refused": {}})),
+    ],
+)
+def test_a_lying_hello_is_refused_in_words(where: str, value: object):
+    golden = json.loads((GOLDEN / "v1_hello.json").read_text())
+    with pytest.raises(KwargError) as caught:
+        Hello.from_json({**golden, where: value})
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 10**400, "fast", True, None])
+def test_a_lying_record_is_refused(value: object):
+    facts = {"addrs": ("a",), "start": 0, "stop": 2, "layers": 2}
+    assert WorkerRecord.from_json(facts, model="m", peer="p").throughput == 0.0
+    for lie in ({"throughput": value}, {"addrs": ["a"] * 33}, {"layers": 10**9}, {"start": 2}, {"stop": value}):
+        with pytest.raises(KwargError):
+            WorkerRecord.from_json({**facts, **lie}, model="m", peer="p")
 
 
 # ---------------------------------------------------------------------------------------------------- hostile bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kwflow.client.routing import gaps
-from kwflow.errors import DeadlineError, KwflowError
+from kwflow.errors import CallerError, DeadlineError, KwflowError
 from kwflow.swarm.directory import ModelRecord, WorkerRecord, models, workers
 from kwflow.wire import loop
 from kwflow.wire.channel import call
+from kwflow.wire.hello import Hello
 from kwflow.wire.message import Message
 
 HELLO_SECONDS = 2.0
@@ -30,10 +31,11 @@ BAR_CHARACTERS = 20
 
 @dataclass(frozen=True)
 class Seen:
-    """A worker's record, and its hello if it answered in ``HELLO_SECONDS``."""
+    """A worker's record, and its hello; without one, whether it answered in ``HELLO_SECONDS`` all the same."""
 
     record: WorkerRecord
-    hello: Mapping[str, Any] | None
+    hello: Hello | None
+    answered: bool = False
 
 
 View = Sequence[tuple[ModelRecord, Sequence[Seen]]]
@@ -65,19 +67,21 @@ async def _look(join: Sequence[str], timeout: float) -> View:
 
 
 async def _ask(node: Any, record: WorkerRecord) -> Seen:
-    """A worker's own word; None when it is slow, gone, or speaks another protocol."""
+    """A worker's record and its hello, where it is neither slow nor gone, nor speaks another protocol."""
     node.learn(record.peer, record.addrs)
     channel = None
     try:
         async with asyncio.timeout(HELLO_SECONDS):
             channel = await node.open(record.peer, timeout=HELLO_SECONDS)
-            hello = (await call(channel, Message({"op": "hello"}))).meta.get("hello")
+            reply = await call(channel, Message({"op": "hello"}))
+            return Seen(record, Hello.from_json(reply.meta.get("hello")))
+    except CallerError:  # it has no such operation, or what it announces does not read
+        return Seen(record, None, answered=True)
     except (KwflowError, TimeoutError):
         return Seen(record, None)
     finally:
         if channel is not None:
             await channel.aclose()
-    return Seen(record, hello if isinstance(hello, dict) else None)
 
 
 # ---- the terminal ----------------------------------------------------------------------------------------------------
@@ -104,9 +108,9 @@ def _table(model: ModelRecord, seen: Sequence[Seen], *, plain: bool) -> Table:
     for worker in seen:
         record, hello = worker.record, worker.hello
         spans = [(record.start, record.stop)]
-        facts = [record.version, "no answer", ""]
+        facts = [record.version, "unreadable" if worker.answered else "no answer", ""]
         if hello is not None:
-            facts = [hello.get("version", ""), _dtype(hello), _where(hello)]
+            facts = [hello.version, f"{hello.quantization} {hello.dtype}".strip(), _where(hello)]
         cells = [record.peer[-8:], bar(spans, model.layers, plain), f"{record.start}:{record.stop}", *facts]
         table.add_row(*(Text(_safe(cell)) for cell in cells))
     all_spans = [(worker.record.start, worker.record.stop) for worker in seen]
@@ -117,23 +121,17 @@ def _table(model: ModelRecord, seen: Sequence[Seen], *, plain: bool) -> Table:
     return table
 
 
-def _dtype(hello: Mapping[str, Any]) -> str:
-    """What it computes in, as a flow's repr says it: ``nf4 bfloat16``."""
-    return f"{hello.get('quantization', '')} {hello.get('dtype', '')}".strip()
-
-
-def _where(hello: Mapping[str, Any]) -> str:
+def _where(hello: Hello) -> str:
     """On what: a device, or the CPU's threads."""
-    fingerprint, device = hello.get("fingerprint"), hello.get("device", "cpu")
-    if device != "cpu" or not isinstance(fingerprint, dict):
-        return str(device)
-    threads = fingerprint.get("threads", "")
+    threads = hello.fingerprint.threads
+    if hello.device != "cpu" or threads is None:
+        return hello.device
     return f"{threads} thread{'' if threads == 1 else 's'}"
 
 
-def _safe(text: Any) -> str:
+def _safe(text: str) -> str:
     """What a stranger wrote, without what a terminal would act on."""
-    return "".join(c if c.isprintable() else "?" for c in str(text)[:400])
+    return "".join(c if c.isprintable() else "?" for c in text[:400])
 
 
 def remarks(model: ModelRecord, seen: Sequence[Seen]) -> list[str]:
@@ -142,9 +140,11 @@ def remarks(model: ModelRecord, seen: Sequence[Seen]) -> list[str]:
     missing = gaps([(worker.record.start, worker.record.stop) for worker in seen], model.layers)
     if missing:
         lines.append(f"nobody serves layers {', '.join(f'{start}:{stop}' for start, stop in missing)}")
-    silent = [worker.record.peer[-8:] for worker in seen if worker.hello is None]
+    silent = [worker.record.peer[-8:] for worker in seen if worker.hello is None and not worker.answered]
     if silent:
         lines.append(f"no answer in {HELLO_SECONDS:g} s from {', '.join(silent)}")
+    if unreadable := [worker.record.peer[-8:] for worker in seen if worker.answered and worker.hello is None]:
+        lines.append(f"an answer that does not read, of another version perhaps, from {', '.join(unreadable)}")
     weights = {worker.record.checkpoint for worker in seen if worker.record.checkpoint}
     if len(weights) > 1:
         lines.append("the workers hold different weights, which a client never mixes:")

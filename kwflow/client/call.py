@@ -21,10 +21,10 @@ from kwflow.client.options import Options
 from kwflow.client.peers import Hop, Peers
 from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry, wait
+from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.axes import part, part_adjoint
 from kwflow.kwargs.bind import Schemas
-from kwflow.kwargs.bound import Bound, Span
-from kwflow.kwargs.prefix_kv import length
+from kwflow.kwargs.bound import Bound, Rows, Span
 
 IN_FLIGHT = 8  # sub-batches on their way at once
 
@@ -54,7 +54,7 @@ Gradient = tuple[int, Tensor, Span]  # of which tensor (hidden is 0), a part of 
 class SubBatch:
     """Some rows of a call: their hidden, and of each hop the part of the kwargs and which of the leaves it has."""
 
-    rows: Span
+    rows: Rows
     hidden: Tensor
     parts: tuple[tuple[Bound, list[int]], ...]
     entering: list[Tensor] = field(default_factory=list)  # hidden before each hop, once it has run
@@ -67,13 +67,13 @@ class Plan:
     peers: Peers
     route: tuple[Hop, ...]
     bound: Bound
-    cuts: tuple[Span, ...]
+    cuts: tuple[Rows, ...]
     options: Options
 
     def estimate(self, hidden: Tensor) -> Estimate:
         """Count the bytes of a forward pass."""
         sent, received = list[int](), list[int]()
-        keys = hidden.shape[1] + length(self.bound)
+        keys = hidden.shape[1] + prefix_kv.length(self.bound)
         for hop in self.route:
             parts = [self.bound.part(rows, hop.span)[0] for rows in self.cuts]
             sent.append(hidden.nbytes + sum(t.nbytes for bound in parts for t in bound.tensors))
@@ -95,8 +95,8 @@ class Plan:
         batches = []
         for rows in self.cuts:
             parts = [bound.part(rows, hop.span) for hop in self.route]
-            own = tuple((kwargs.plain(), keep) for kwargs, keep in parts)
-            batches.append(SubBatch(rows, plain(hidden[rows[0] : rows[1]]), own))
+            kwargs_by_hop = tuple((kwargs.plain(), keep) for kwargs, keep in parts)
+            batches.append(SubBatch(rows, plain(hidden[rows[0] : rows[1]]), kwargs_by_hop))
         return batches
 
     def forward(self, tensors: Sequence[Tensor], retry: Retry) -> tuple[list[Tensor], list[SubBatch]]:
@@ -108,7 +108,7 @@ class Plan:
         """The outputs of each sub-batch, which run through the pipeline at once; on the network thread."""
         turn = asyncio.Semaphore(IN_FLIGHT)
 
-        async def one(batch: SubBatch) -> list[Tensor]:
+        async def run_batch(batch: SubBatch) -> list[Tensor]:
             async with turn:
                 batch.entering[:] = [batch.hidden]
                 captured = list[Tensor]()
@@ -119,7 +119,7 @@ class Plan:
                     captured += more
                 return [batch.entering.pop(), *captured]
 
-        return await all_or_first_error([one(batch) for batch in batches])
+        return await all_or_first_error([run_batch(batch) for batch in batches])
 
     def backward(
         self, cotangents: Sequence[Tensor | None], needed: Sequence[bool], batches: Sequence[SubBatch], retry: Retry
@@ -128,13 +128,16 @@ class Plan:
 
         ``cotangents``: of hidden and of what was captured; None where the loss does not depend on it.
         """
-        mine = [[None if c is None else plain(c[rows[0] : rows[1]]) for c in cotangents] for rows in self.cuts]
-        found = wait(retry, self._pull_all(batches, mine, needed, retry), self.bound.span)
+        cotangents_by_batch = [
+            [None if c is None else plain(c[rows[0] : rows[1]]) for c in cotangents] for rows in self.cuts
+        ]
+        gradients_by_batch = wait(retry, self._pull_all(batches, cotangents_by_batch, needed, retry), self.bound.span)
         totals: list[Tensor | None] = [None] * len(needed)
-        for batch, gradients in zip(batches, found, strict=True):  # in the order of the rows, whoever came first
+        # in the order of the rows, whichever ended first
+        for batch, gradients in zip(batches, gradients_by_batch, strict=True):
             for number, grad, span in gradients:
-                grad, held = self._whole(grad, number, batch.rows, span), totals[number]
-                totals[number] = grad if held is None else held + grad
+                grad, total = self._whole(grad, number, batch.rows, span), totals[number]
+                totals[number] = grad if total is None else total + grad
         return totals
 
     async def _pull_all(
@@ -146,11 +149,11 @@ class Plan:
     ) -> list[list[Gradient]]:
         turn = asyncio.Semaphore(IN_FLIGHT)
 
-        async def one(batch: SubBatch, own: Sequence[Tensor | None]) -> list[Gradient]:
+        async def pull_batch(batch: SubBatch, cotangents_of_batch: Sequence[Tensor | None]) -> list[Gradient]:
             async with turn:
-                return await self._pull(batch, own, needed, retry)
+                return await self._pull(batch, cotangents_of_batch, needed, retry)
 
-        return await all_or_first_error([one(*pair) for pair in zip(batches, cotangents, strict=True)])
+        return await all_or_first_error([pull_batch(*pair) for pair in zip(batches, cotangents, strict=True)])
 
     async def _pull(
         self, batch: SubBatch, cotangents: Sequence[Tensor | None], needed: Sequence[bool], retry: Retry
@@ -160,18 +163,18 @@ class Plan:
         hops = zip(self.route, batch.parts, batch.entering, strict=True)
         for hop, (bound, keep), entering in reversed(list(hops)):
             first = len(captured) - bound.captures()
-            own, captured = captured[first:], captured[:first]
-            given = {i: c for i, c in enumerate([back, *own]) if c is not None}
+            of_captures, captured = captured[first:], captured[:first]
+            inputs = {i: c for i, c in enumerate([back, *of_captures]) if c is not None}
             leaves = [i for i, index in enumerate(keep) if needed[1 + index]]
             upstream = needed[0] or any(self._acts_before(hop, i) for i, need in enumerate(needed[1:]) if need)
             wanted = ([0] if upstream else []) + [1 + i for i in leaves]
-            if not given or not wanted:  # nothing of the loss is from here on, or nothing that is needed before here
+            if not inputs or not wanted:  # nothing of the loss is from here on, or nothing that is needed before here
                 back = None
                 continue
-            operation = {"vjp": wanted, "given": list(given)}
-            tensors = [entering, *bound.tensors, *given.values()]
-            found = await self.dispatcher.dispatch(retry, hop, bound, (operation,), tensors)
-            answer = dict(zip(wanted, found, strict=True))
+            operation = {"vjp": wanted, "given": list(inputs)}
+            tensors = [entering, *bound.tensors, *inputs.values()]
+            results = await self.dispatcher.dispatch(retry, hop, bound, (operation,), tensors)
+            answer = dict(zip(wanted, results, strict=True))
             grads = [(1 + keep[i], answer[1 + i], hop.span) for i in leaves]
             gradients += [(number, grad, span) for number, grad, span in grads if grad is not None]
             back = answer.get(0)
@@ -183,7 +186,7 @@ class Plan:
         """Whether a kwarg acts on layers before this hop, so that the cotangent must go on."""
         return self.bound.first_layer(leaf) < hop.start
 
-    def _whole(self, grad: Tensor, number: int, rows: Span, span: Span) -> Tensor:
+    def _whole(self, grad: Tensor, number: int, rows: Rows, span: Span) -> Tensor:
         """Carry the gradient of a part back to the shape of the whole: of hidden (0), or of a kwarg."""
         if number == 0:
             whole = grad.new_zeros((self.cuts[-1][1], *grad.shape[1:]))
@@ -221,19 +224,19 @@ class PlanCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Any, ...]:
         tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        given = [i for i, cotangent in enumerate(grad_outputs) if cotangent is not None]
-        if not given:
+        indices = [i for i, cotangent in enumerate(grad_outputs) if cotangent is not None]
+        if not indices:
             return (None, None, *(None for _ in tensors))
         with ctx.plan.retry() as retry:
             if not torch.is_grad_enabled():
                 return (None, None, *ctx.plan.backward(grad_outputs, needed, ctx.batches, retry))
             wanted = [i for i, need in enumerate(needed) if need]
             # views: one tensor given twice, or a kwarg made from hidden, gets its own part of the gradient and no more
-            own = [t.view_as(t) for t in tensors]
-            outputs, inputs = ctx.plan.by_spans(own, retry), [own[i] for i in wanted]
-            pulled, cotangents = [outputs[i] for i in given], [grad_outputs[i] for i in given]
-            found = torch.autograd.grad(pulled, inputs, cotangents, create_graph=True, allow_unused=True)
-        grads = dict(zip(wanted, found, strict=True))
+            views = [t.view_as(t) for t in tensors]
+            outputs, inputs = ctx.plan.by_spans(views, retry), [views[i] for i in wanted]
+            pulled, cotangents = [outputs[i] for i in indices], [grad_outputs[i] for i in indices]
+            gradients = torch.autograd.grad(pulled, inputs, cotangents, create_graph=True, allow_unused=True)
+        grads = dict(zip(wanted, gradients, strict=True))
         return (None, None, *(grads.get(i) for i in range(len(tensors))))
 
 
@@ -242,9 +245,9 @@ def schemas_of(route: Sequence[Hop]) -> Schemas:
     return [(hop.span, hop.schema) for hop in route]
 
 
-def _all(found: Sequence[Tensor | None]) -> list[Tensor]:
+def _all(results: Sequence[Tensor | None]) -> list[Tensor]:
     """Values, which are all there: ``check_outputs`` has seen to it."""
-    return [result for result in found if result is not None]
+    return [result for result in results if result is not None]
 
 
 def join_rows(runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
@@ -254,7 +257,7 @@ def join_rows(runs: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 async def all_or_first_error(work: Sequence[Awaitable[Any]]) -> list[Any]:
     """Results in order; the first error cancels the rest and is raised as itself."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(awaitable) for awaitable in work]
     try:
         return list(await asyncio.gather(*tasks))
     except BaseException:

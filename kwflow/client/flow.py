@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kwflow.autograd.transforms import _in_forward_mode, is_wrapped
 from kwflow.client.call import Estimate, Plan, PlanCall, join_rows, schemas_of
-from kwflow.client.inputs import Ends, _no_capture, check_hidden, token_ids
+from kwflow.client.inputs import Ends, _no_capture, token_ids
 from kwflow.client.options import Options
 from kwflow.client.page import flow_page
 from kwflow.client.peers import Hop, Peers
@@ -34,10 +34,12 @@ from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bind import Schemas, bind_kwargs, in_all
 from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.capture import Capture, pick
+from kwflow.kwargs.hidden import check_hidden
 from kwflow.kwargs.positions import Columns
 from kwflow.kwargs.schema import Spec
 from kwflow.kwargs.tree import as_int
 from kwflow.wire import channel, loop
+from kwflow.wire.hello import Hello
 
 
 class Flow:
@@ -76,8 +78,8 @@ class Flow:
         start = self.start if layers.start is None else as_int(layers.start)
         stop = self.stop if layers.stop is None else as_int(layers.stop)
         if start is None or stop is None or not self.start <= start < stop <= self.stop:
-            said = ":".join("" if end is None else repr(end) for end in (layers.start, layers.stop))
-            raise SpanError(f"flow[{said}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)")
+            bounds = ":".join("" if end is None else repr(end) for end in (layers.start, layers.stop))
+            raise SpanError(f"flow[{bounds}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)")
         return Flow(self.ends, self.peers, (start, stop), self._options)
 
     def options(self, **changes: Any) -> Flow:
@@ -87,8 +89,8 @@ class Flow:
         if unknown:
             raise KwargError(f"no option {sorted(unknown)[0]!r}; options are {', '.join(Options.__dataclass_fields__)}")
         if "peers_blocked" in changes:
-            given = changes["peers_blocked"]
-            changes["peers_blocked"] = (given,) if isinstance(given, str) else tuple(given)
+            blocked = changes["peers_blocked"]
+            changes["peers_blocked"] = (blocked,) if isinstance(blocked, str) else tuple(blocked)
         if isinstance(changes.get("dtype"), torch.dtype):
             changes["dtype"] = str(changes["dtype"]).removeprefix("torch.")
         for name in {"timeout", "batch_tokens"} & set(changes):
@@ -168,8 +170,8 @@ class Flow:
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             # of inference tensors nobody can tell in backward whether they were changed since, nor save them for it
             tensors = tuple(t.clone() if t.is_inference() else t for t in tensors)
-            own = replace(plan, bound=plan.bound.with_tensors(tensors[1:]))
-            return PlanCall.apply(own, retry, *tensors)  # type: ignore[no-any-return]
+            plan_of_clones = replace(plan, bound=plan.bound.with_tensors(tensors[1:]))
+            return PlanCall.apply(plan_of_clones, retry, *tensors)  # type: ignore[no-any-return]
         return plan.forward(tensors, retry)[0]
 
     async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:
@@ -233,7 +235,7 @@ class Flow:
     def _cut(self, route: Sequence[Hop], bound: Bound, hidden: Tensor) -> Plan:
         """Cut a call's rows by what the workers take at once."""
         batch, seq, _ = hidden.shape
-        limits = [hop.hello.get("limits", {}).get("batch_tokens") for hop in route]  # what each worker takes at once
+        limits = [hop.hello.limits.batch_tokens for hop in route]  # what each worker takes at once
         tokens = min([self._options.batch_tokens, *(limit for limit in limits if limit)])
         rows = max(1, tokens // max(1, seq))
         cuts = tuple((at, min(at + rows, batch)) for at in range(0, batch, rows))
@@ -318,15 +320,13 @@ class Flow:
         self.close()
 
 
-def workers_run(hellos: Sequence[Mapping[str, Any]], span: Span) -> str:
+def workers_run(hellos: Sequence[Hello], span: Span) -> str:
     """How the workers that were met compute these layers: ``nf4 bfloat16``, or each by its layers where they differ."""
-    said: dict[str, list[str]] = {}
+    spans: dict[str, list[str]] = {}
     for hello in hellos:
-        start, stop = hello["span"]
+        start, stop = hello.span
         if max(start, span[0]) < min(stop, span[1]):
-            device = hello.get("device", "cpu")
-            how = [hello.get("quantization", ""), hello["dtype"], "" if device == "cpu" else f"on {device}"]
-            said.setdefault(" ".join(filter(None, how)), []).append(f"{start}:{stop}")
-    if len(said) < 2:
-        return "".join(said)
-    return ", ".join(f"{how} {' '.join(sorted(set(spans)))}" for how, spans in said.items())
+            spans.setdefault(hello.computes_in, []).append(f"{start}:{stop}")
+    if len(spans) < 2:
+        return "".join(spans)
+    return ", ".join(f"{how} {' '.join(sorted(set(layers)))}" for how, layers in spans.items())

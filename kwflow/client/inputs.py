@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kwflow.errors import KwargError, ShapeError
-from kwflow.kwargs.axes import check_dense, describe
+from kwflow.kwargs.axes import describe
 
 
 class Ends(Protocol):
@@ -31,18 +31,6 @@ class Ends(Protocol):
 def _no_capture(kwargs: Mapping[str, Any]) -> None:
     if kwargs.get("capture") is not None:
         raise KwargError("a call returns hidden alone; out, acts = flow.capture({'resid': [3]}, **x) captures")
-
-
-def check_hidden(hidden: Any, width: int) -> None:
-    """Raise ShapeError or KwargError unless hidden is a float tensor (batch, seq, width)."""
-    if not isinstance(hidden, Tensor):
-        how = "flow(**x)" if isinstance(hidden, Mapping) else f"a tensor (batch, seq, {width}), as flow.inputs makes"
-        raise KwargError(f"hidden is a {type(hidden).__name__}; give {how}")
-    check_dense(hidden, "hidden")
-    if not hidden.is_floating_point():
-        raise KwargError(f"hidden is {describe(hidden)}; blocks take floating point (token ids go through flow.inputs)")
-    if hidden.dim() != 3 or hidden.shape[2] != width:
-        raise ShapeError(f"hidden is {describe(hidden)}; these blocks take (batch, seq, {width})")
 
 
 def token_ids(ends: Ends, texts: str | Sequence[str] | Mapping[str, Tensor] | Tensor) -> tuple[Tensor, Tensor]:

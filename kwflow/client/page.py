@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from kwflow.client.peers import Hop, Known, Peers
+from kwflow.client.peers import Hop, KnownWorker, Peers
 from kwflow.client.retry import Retry, wait
 from kwflow.errors import KwflowError
 from kwflow.show import html as pages
@@ -20,40 +20,38 @@ LOOK_SECONDS = 2.0  # that workers are given to say who they are
 
 def flow_page(title: str, layers: int, span: Span, peers: Peers, blocked: Collection[str]) -> str:
     """A map of workers × layers: who serves which, computes how, and takes part in the next call."""
-    route, said = list[Hop](), ""
+    route, note = list[Hop](), ""
     try:
         retry = Retry(peers, LOOK_SECONDS, blocked)
         route = peers.snapshot(*span, blocked) or wait(retry, retry.route_at_once(*span), span)
     except KwflowError as error:
-        said = f"no route for the next call: {error}"
+        note = f"no route for the next call: {error}"
     bars = [_bar(worker, route, blocked) for worker in peers.known()]
-    return pages.page(title, pages.layers_map(layers, span, bars), pages.line(said) if said else "")
+    return pages.page(title, pages.layers_map(layers, span, bars), pages.line(note) if note else "")
 
 
-def _bar(worker: Known, route: Sequence[Hop], blocked: Collection[str]) -> pages.Bar:
+def _bar(worker: KnownWorker, route: Sequence[Hop], blocked: Collection[str]) -> pages.Bar:
     wrong = "blocked" if worker.peer in blocked else "failed just now" if worker.avoided else ""
-    own = [f"{hop.start}:{hop.stop} of the next call" for hop in route if hop.peer == worker.peer]
-    how = ", ".join([*_computes(worker), *own])
+    parts = [f"{hop.start}:{hop.stop} of the next call" for hop in route if hop.peer == worker.peer]
+    how = ", ".join([*_computes(worker), *parts])
     return pages.Bar(worker.peer[-8:], worker.start, worker.stop, how, wrong)
 
 
-def _computes(worker: Known) -> list[str]:
+def _computes(worker: KnownWorker) -> list[str]:
     if worker.hello is None:
         return ["not asked yet"]
-    device = worker.hello.get("device", "cpu")
-    parts = worker.hello.get("quantization", ""), worker.hello["dtype"], "" if device == "cpu" else f"on {device}"
-    return [" ".join(filter(None, parts))]
+    return [worker.hello.computes_in]
 
 
 def session_page(title: str, stages: Sequence[Stage], replays: Sequence[Replay]) -> str:
     """The workers that hold its keys and values, the kwargs of its columns, and the workers that it lost."""
     workers = [[f"{s.hop.start}:{s.hop.stop}", s.hop.peer[-8:], f"{len(s.steps)}"] for s in stages]
     parts = [pages.table(["layers", "worker", "steps taken"], workers)] if workers else [pages.line("no step yet")]
-    if given := _kwargs(stages):
-        parts.append(pages.table(["columns", "kwargs"], given))
+    if rows := _kwargs(stages):
+        parts.append(pages.table(["columns", "kwargs"], rows))
     if replays:
         header = ["column", "layers", "worker lost", "why", "went to", "steps again", "seconds"]
-        parts.append(pages.table(header, [_lost(one) for one in replays]))
+        parts.append(pages.table(header, [_lost(replay) for replay in replays]))
     else:
         parts.append(pages.line("no worker was lost", dim=True))
     return pages.page(title, *parts)
@@ -66,14 +64,14 @@ def _kwargs(stages: Sequence[Stage]) -> list[list[str]]:
         for column in range(step.start, step.stop):
             names.setdefault(column, set()).update(step.bound.names())
     rows = []
-    for given, same in groupby(sorted(names), key=lambda column: sorted(names[column])):
+    for kwargs, same in groupby(sorted(names), key=lambda column: sorted(names[column])):
         columns = list(same)
-        rows.append([f"{columns[0]}:{columns[-1] + 1}", ", ".join(given) or "none"])
+        rows.append([f"{columns[0]}:{columns[-1] + 1}", ", ".join(kwargs) or "none"])
     return rows
 
 
-def _lost(one: Replay) -> list[str]:
-    by = ", ".join(f"{peer[-8:]} ({start}:{stop})" for peer, start, stop in one.by)
-    again = f"{one.steps} {one.mode}" + (", bitwise" if one.bitwise else "")
-    layers = f"{one.layers[0]}:{one.layers[1]}"
-    return [f"{one.position}", layers, one.peer[-8:], one.reason, by, again, f"{one.seconds:.2f}"]
+def _lost(replay: Replay) -> list[str]:
+    by = ", ".join(f"{peer[-8:]} ({start}:{stop})" for peer, start, stop in replay.by)
+    again = f"{replay.steps} {replay.mode}" + (", bitwise" if replay.bitwise else "")
+    layers = f"{replay.layers[0]}:{replay.layers[1]}"
+    return [f"{replay.position}", layers, replay.peer[-8:], replay.reason, by, again, f"{replay.seconds:.2f}"]

@@ -7,15 +7,15 @@ import copy
 import logging
 import time
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from kwflow.client.routing import Serves, covers, plan
 from kwflow.errors import CallerError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
-from kwflow.kwargs.schema import Schema
+from kwflow.kwargs.schema import Schema, Span
 from kwflow.wire import channel, loop
-from kwflow.wire.hello import read as read_hello
+from kwflow.wire.hello import Hello
 from kwflow.wire.message import Message
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ log = logging.getLogger(__name__)
 BAN_SECONDS = 5.0  # until a worker that failed is asked how it is; doubled at each failure in a row
 LONGEST_BAN = 60.0
 HELLO_SECONDS = 10.0  # for a worker to say what it serves
-NO_HELLO = CallerError, LookupError, TypeError, ValueError, AttributeError  # what nonsense in a hello raises
 PROBE_SECONDS = 0.25  # before it is asked again where there is no other; doubled likewise
 
 
@@ -55,17 +54,17 @@ class KnownPeers:
         view: Callable[[], Sequence[Serves]],
         *,
         checkpoint: str = "",
-        looked: Callable[[], float] = time.monotonic,
+        refreshed_at: Callable[[], float] = time.monotonic,
         others: Callable[[], Awaitable[str]] | None = None,
         stop: Callable[[], Awaitable[None]] | None = None,
     ):
         self.pool = channel.Pool(transport)
         self.checkpoint = checkpoint
         self.last_failure: WorkerFailed | None = None
-        self.looked = looked  # from when on the view is, by time.monotonic()
+        self.refreshed_at = refreshed_at  # from when on the view is, by time.monotonic()
         self._view, self._others = view, others  # others: what to say where the view is empty
         self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
-        self._hellos: dict[str, dict[str, Any]] = {}
+        self._hellos: dict[str, Hello] = {}
         self._bans: dict[str, Ban] = {}
         self._served: dict[int, set[str]] = {}  # layer -> the workers that a route was given with
         self._schemas: dict[int, Schema] = {}  # layer -> what the last one of these takes
@@ -97,7 +96,7 @@ class KnownPeers:
                 self.failed(error)
                 tried.add(error.peer or "")
                 continue
-            if all(_checkpoint(hop.hello) == self.checkpoint for hop in route) or not self.checkpoint:
+            if all(hop.hello.fingerprint.checkpoint == self.checkpoint for hop in route) or not self.checkpoint:
                 self._note_served(route)
                 return route
 
@@ -116,11 +115,11 @@ class KnownPeers:
         self._note_served(route)
         return route
 
-    def last_known(self, start: int, stop: int) -> list[tuple[tuple[int, int], Schema]] | None:
+    def last_known(self, start: int, stop: int) -> list[tuple[Span, Schema]] | None:
         """What the layers' workers took when they were met last, layer by layer; None where one was never met."""
-        found = [(layer, self._schemas.get(layer)) for layer in range(start, stop)]
-        known = [((layer, layer + 1), schema) for layer, schema in found if schema is not None]
-        return known if len(known) == len(found) else None
+        schemas = [(layer, self._schemas.get(layer)) for layer in range(start, stop)]
+        known = [((layer, layer + 1), schema) for layer, schema in schemas if schema is not None]
+        return known if len(known) == len(schemas) else None
 
     def _refuse_closed(self) -> None:
         if not self._ended.alive:  # else a call would wait for workers until its deadline
@@ -141,44 +140,50 @@ class KnownPeers:
         if not self.checkpoint:
             return ""
         hello = self._hellos.get(worker.peer)
-        return worker.checkpoint if hello is None else _checkpoint(hello) or "unknown"
+        return worker.checkpoint if hello is None else hello.fingerprint.checkpoint or "unknown"
 
     def _refuse_others(self, start: int, stop: int) -> None:
         """Raise ModelError if the layers could be had, but for the weights."""
         view = self._view()
-        theirs = {worker.peer: self._weights(worker) for worker in view}
-        ours = [worker for worker in view if theirs[worker.peer] in ("", self.checkpoint)]
-        if not covers(ours, start, stop) and covers(view, start, stop):
-            others = [f"{one[:16]} on {peer[-8:]}" for peer, one in sorted(theirs.items()) if one != self.checkpoint]
+        checkpoints = {worker.peer: self._weights(worker) for worker in view}
+        matching = [worker for worker in view if checkpoints[worker.peer] in ("", self.checkpoint)]
+        if not covers(matching, start, stop) and covers(view, start, stop):
+            others = [
+                f"{checkpoint[:16]} on {peer[-8:]}"
+                for peer, checkpoint in sorted(checkpoints.items())
+                if checkpoint != self.checkpoint
+            ]
             raise ModelError(
                 f"layers {start}:{stop} are served with other weights: this client's checkpoint is "
                 f"{self.checkpoint[:16]}, the swarm's {', '.join(others)}; both must come from the same files "
                 f"(a hub id can name a commit, user/name@commit)"
             )
 
-    async def _hello(self, peer: str) -> dict[str, Any]:
+    async def _hello(self, peer: str) -> Hello:
         if peer not in self._hellos:
             try:
                 async with asyncio.timeout(HELLO_SECONDS):
                     reply = await self.pool(peer, Message({"op": "hello"}))
-                hello = read_hello(reply.meta["hello"])
+                hello = Hello.from_json(reply.meta.get("hello"))
             except TimeoutError:
                 raise WorkerFailed(f"did not answer hello in {HELLO_SECONDS:g} s", peer=peer) from None
-            except NO_HELLO as error:
+            except CallerError as error:  # it has no such operation, or what it announces does not read
                 raise WorkerFailed(f"answered hello with something else: {error!r:.80}", peer=peer) from error
             self._hellos[peer] = hello
             self._bans.pop(peer, None)
         return self._hellos[peer]
 
-    def hellos(self) -> list[dict[str, Any]]:
+    def hellos(self) -> list[Hello]:
         """What the workers that this client has met say of themselves."""
         return list(self._hellos.values())
 
-    def known(self) -> list[Known]:
+    def known(self) -> list[KnownWorker]:
         """The workers that serve some layers now, as far as this client knows; nobody is asked."""
         return [
-            Known(one.peer, one.start, one.stop, self._hellos.get(one.peer), self.avoided(one.peer))
-            for one in self._view()
+            KnownWorker(
+                worker.peer, worker.start, worker.stop, self._hellos.get(worker.peer), self.avoided(worker.peer)
+            )
+            for worker in self._view()
         ]
 
     def failed(self, error: WorkerFailed) -> None:
@@ -195,7 +200,7 @@ class KnownPeers:
         """Ask a worker how it is, unless it answered or failed meanwhile; one that left the directory is forgotten."""
         if self._bans.get(peer) is not ban or not self._ended.alive:
             return
-        if all(one.peer != peer for one in self._view()):
+        if all(worker.peer != peer for worker in self._view()):
             del self._bans[peer]
             return
         try:
@@ -209,13 +214,13 @@ class KnownPeers:
         """Whether routes avoid a worker, because it failed and has not answered since."""
         return peer in self._bans
 
-    def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+    def served_before(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those served these layers to this client before."""
         return all(self._served.get(layer, set()) - set(blocked) for layer in range(start, stop))
 
-    def named(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+    def listed(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those are named for these layers, avoided ones too."""
-        return covers([one for one in self._matching() if one.peer not in blocked], start, stop)
+        return covers([worker for worker in self._matching() if worker.peer not in blocked], start, stop)
 
     def close(self) -> None:
         """Close every link; calling it again does nothing."""
@@ -243,16 +248,12 @@ def _end(pool: channel.Pool, stop: Callable[[], Awaitable[None]] | None) -> None
         log.info("closing links: %s", error)
 
 
-def _hop(peer: str, start: int, stop: int, hello: Mapping[str, Any]) -> Hop:
+def _hop(peer: str, start: int, stop: int, hello: Hello) -> Hop:
     """Raises WorkerFailed where a worker has other layers than the directory says."""
-    first, last = hello["span"]
+    first, last = hello.span
     if not first <= start < stop <= last:
         raise WorkerFailed(f"serves layers {first}:{last}, by its own word, not {start}:{stop}", peer=peer)
     return Hop(peer, start, stop, hello)
-
-
-def _checkpoint(hello: Mapping[str, Any]) -> str:
-    return str(hello["fingerprint"].get("checkpoint", ""))
 
 
 @dataclass(frozen=True)
@@ -262,30 +263,25 @@ class Hop:
     peer: str
     start: int
     stop: int
-    hello: Mapping[str, Any]
+    hello: Hello
 
     @property
-    def span(self) -> tuple[int, int]:
+    def span(self) -> Span:
         return self.start, self.stop
 
     @property
     def schema(self) -> Schema:
-        return self.hello["schema"]
-
-    @property
-    def numerics(self) -> dict[str, Any]:
-        """What its values depend on, down to the last bit."""
-        return dict(self.hello.get("fingerprint", {}))
+        return self.hello.schema
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownWorker:
     """A worker as a client knows it; ``hello``: what it said of itself, None if it was not asked since it failed."""
 
     peer: str
     start: int
     stop: int
-    hello: Mapping[str, Any] | None
+    hello: Hello | None
     avoided: bool  # by routes, because it failed
 
 
@@ -302,15 +298,15 @@ class Peers(Protocol):
         """The same from what is known already, from any thread; None where somebody must be asked."""
         ...
 
-    def last_known(self, start: int, stop: int) -> list[tuple[tuple[int, int], Schema]] | None:
+    def last_known(self, start: int, stop: int) -> list[tuple[Span, Schema]] | None:
         """What the workers of these layers took when they were met last; None where some were never met."""
         ...
 
-    def hellos(self) -> Sequence[Mapping[str, Any]]:
+    def hellos(self) -> Sequence[Hello]:
         """What the workers that were met say of themselves."""
         ...
 
-    def known(self) -> Sequence[Known]:
+    def known(self) -> Sequence[KnownWorker]:
         """The workers that serve some layers now, as far as this client knows; nobody is asked."""
         ...
 
@@ -322,15 +318,15 @@ class Peers(Protocol):
         """Whether routes avoid a worker, because it failed and has not answered since."""
         ...
 
-    def had(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+    def served_before(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those served these layers to this client before: a gap that may close again."""
         ...
 
-    def named(self, start: int, stop: int, blocked: Collection[str]) -> bool:
+    def listed(self, start: int, stop: int, blocked: Collection[str]) -> bool:
         """Whether workers other than those are named for these layers, avoided ones too."""
         ...
 
-    def looked(self) -> float:
+    def refreshed_at(self) -> float:
         """From when on, by time.monotonic(), it is known which workers there are: newer ones may have come."""
         ...
 

@@ -18,12 +18,12 @@ from kwflow.autograd.derive import Operations, Perform, evaluate, remote_call
 from kwflow.autograd.transforms import plain
 from kwflow.client.options import Options
 from kwflow.client.peers import Hop, Peers
-from kwflow.client.retry import Misfit, Retry, lacks, wait
+from kwflow.client.retry import Reject, Retry, lacks, wait
 from kwflow.errors import NoRoute, WorkerFailed
+from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.axes import describe
 from kwflow.kwargs.bind import Schemas
 from kwflow.kwargs.bound import Bound, Span
-from kwflow.kwargs.prefix_kv import length
 from kwflow.wire import loop
 from kwflow.wire.loop import in_thread
 from kwflow.wire.message import Message
@@ -98,21 +98,21 @@ class Dispatcher:
         """What a hop's worker answers; if it fails, what others answer in its place, one or several."""
         tokens = tensors[0].numel() // tensors[0].shape[-1]
 
-        def misfit(other: Hop) -> str | None:
+        def reject(other: Hop) -> str | None:
             return lacks(other, hop, bound, tokens)
 
         hops = [] if retry.avoids(hop.peer) else [hop]
         while True:
-            hops = hops or await retry.route(*hop.span, like=hop, misfit=misfit)
+            hops = hops or await retry.route(*hop.span, like=hop, reject=reject)
             try:
-                found = await self._answer(retry, hops, bound, operations, tensors)
+                results = await self._answer(retry, hops, bound, operations, tensors)
             except WorkerFailed as error:
                 retry.failed(error)
                 hops = []
                 continue
-            if not retry.doubted and any_nan(found) and not any_nan(tensors):
-                found = await self._doubt(retry, hops[0], misfit, found, bound, operations, tensors)
-            return to_devices(found, operations, tensors)
+            if not retry.nan_confirmed and any_nan(results) and not any_nan(tensors):
+                results = await self._confirm_nan(retry, hops[0], reject, results, bound, operations, tensors)
+            return to_devices(results, operations, tensors)
 
     async def _answer(
         self, retry: Retry, hops: Sequence[Hop], bound: Bound, operations: Operations, tensors: Sequence[Tensor]
@@ -121,34 +121,34 @@ class Dispatcher:
             return await self.send(hops[0], bound, operations, tensors)
         return await in_thread(functools.partial(self._composed, retry, hops, bound, operations, tensors))
 
-    async def _doubt(
+    async def _confirm_nan(
         self,
         retry: Retry,
         hop: Hop,
-        misfit: Misfit,
-        found: list[Tensor | None],
+        reject: Reject,
+        results: list[Tensor | None],
         bound: Bound,
         operations: Operations,
         tensors: Sequence[Tensor],
     ) -> list[Tensor | None]:
         """NaN from input without any: what others say. The same again is the answer, for the whole call."""
-        async with retry.doubting:
-            if retry.doubted:  # by another sub-batch, meanwhile
-                return found
-            elsewhere = retry.without_doubt()
-            while others := await retry.others(replace(hop, start=bound.start, stop=bound.stop), misfit):
+        async with retry.confirming:
+            if retry.nan_confirmed:  # by another sub-batch, meanwhile
+                return results
+            elsewhere = retry.accepting_nan()
+            while others := await retry.others(replace(hop, start=bound.start, stop=bound.stop), reject):
                 try:
-                    theirs = await self._answer(elsewhere, others, bound, operations, tensors)
+                    other_results = await self._answer(elsewhere, others, bound, operations, tensors)
                 except WorkerFailed as error:
                     retry.failed(error)
                     continue
-                if any_nan(theirs):
+                if any_nan(other_results):
                     break
-                said = ", ".join(other.peer[-8:] for other in others)
-                retry.failed(WorkerFailed(f"NaN where {said} has none", peer=hop.peer, span=hop.span))
-                return theirs
-            retry.doubted = True
-            return found
+                names = ", ".join(other.peer[-8:] for other in others)
+                retry.failed(WorkerFailed(f"NaN where {names} has none", peer=hop.peer, span=hop.span))
+                return other_results
+            retry.nan_confirmed = True
+            return results
 
     def _composed(
         self, retry: Retry, hops: Sequence[Hop], bound: Bound, operations: Operations, tensors: Sequence[Tensor]
@@ -156,9 +156,9 @@ class Dispatcher:
         """Operations on a span that several workers have taken over: derived here, each worker's own part there."""
 
         def fn(hidden: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-            given, captured = bound.with_tensors(leaves), list[Tensor]()
+            kwargs, captured = bound.with_tensors(leaves), list[Tensor]()
             for hop in hops:
-                part, _ = given.part(None, hop.span)
+                part, _ = kwargs.part(None, hop.span)
                 hidden, *more = remote_call(self.perform(hop, part, retry), [hidden, *part.tensors])
                 captured += more
             return (hidden, *captured)
@@ -177,7 +177,7 @@ class Dispatcher:
 
 
 def request_tree(
-    hidden: Tensor, bound: Bound, given: Sequence[Tensor] = (), same: Mapping[int, int] | None = None
+    hidden: Tensor, bound: Bound, arguments: Sequence[Tensor] = (), same: Mapping[int, int] | None = None
 ) -> dict[str, Any]:
     """What a request carries: hidden, kwargs, and the cotangents and tangents that its operations are given.
 
@@ -186,8 +186,8 @@ def request_tree(
     tree: dict[str, Any] = {"hidden": hidden}
     if bound.sections:
         tree["kwargs"] = bound.to_tree(same)
-    if given:
-        tree["given"] = list(given)
+    if arguments:
+        tree["given"] = list(arguments)
     return tree
 
 
@@ -203,31 +203,31 @@ def to_devices(
 
 
 def check_reply(
-    found: Any, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
+    results: Any, hop: Hop, bound: Bound, operations: Operations, tensors: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """A reply must be what was asked for. Raises WorkerFailed."""
-    if not isinstance(found, list) or not all(result is None or isinstance(result, Tensor) for result in found):
+    if not isinstance(results, list) or not all(result is None or isinstance(result, Tensor) for result in results):
         raise WorkerFailed("the reply carries no list of tensors", peer=hop.peer, span=hop.span)
     if not operations:
-        return [*check_outputs(found, tensors[0], hop, bound.with_tensors(tensors[1 : 1 + len(bound.leaves)]))]
+        return [*check_outputs(results, tensors[0], hop, bound.with_tensors(tensors[1 : 1 + len(bound.leaves)]))]
     *before, last = operations
     if "jvp" in last:  # a tangent is as what it is of
-        check_reply(found, hop, bound, tuple(before), tensors[: len(tensors) - len(last["jvp"])])
+        check_reply(results, hop, bound, tuple(before), tensors[: len(tensors) - len(last["jvp"])])
     elif "vmap" in last:
-        check_mapped(found, hop, bound, tuple(before), tensors, last["vmap"])
+        check_mapped(results, hop, bound, tuple(before), tensors, last["vmap"])
     else:
         inputs = [tensors[i] for i in last["vjp"]]
-        if len(found) != len(inputs):
-            raise WorkerFailed(f"{len(found)} gradients for {len(inputs)} inputs", peer=hop.peer, span=hop.span)
-        for grad, tensor in zip(found, inputs, strict=True):
+        if len(results) != len(inputs):
+            raise WorkerFailed(f"{len(results)} gradients for {len(inputs)} inputs", peer=hop.peer, span=hop.span)
+        for grad, tensor in zip(results, inputs, strict=True):
             if grad is not None and (grad.shape != tensor.shape or grad.dtype != tensor.dtype):
-                said = f"answered {describe(grad)} for the gradient of {describe(tensor)}"
-                raise WorkerFailed(said, peer=hop.peer, span=hop.span)
-    return found
+                message = f"answered {describe(grad)} for the gradient of {describe(tensor)}"
+                raise WorkerFailed(message, peer=hop.peer, span=hop.span)
+    return results
 
 
 def check_mapped(
-    found: Sequence[Tensor | None],
+    results: Sequence[Tensor | None],
     hop: Hop,
     bound: Bound,
     operations: Operations,
@@ -236,11 +236,13 @@ def check_mapped(
 ) -> None:
     """A reply for calls that are mapped over: each result has them in front, and is as one call's."""
     (calls,) = {tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True) if dim is not None}
-    for result in found:
+    for result in results:
         if result is not None and (result.dim() < 1 or len(result) != calls):
             raise WorkerFailed(f"answered {describe(result)} for {calls} calls", peer=hop.peer, span=hop.span)
-    one = [tensor if dim is None else tensor.select(dim, 0) for tensor, dim in zip(tensors, dims, strict=True)]
-    check_reply([None if r is None else r[0] for r in found], hop, bound, operations, one)
+    tensors_of_call = [
+        tensor if dim is None else tensor.select(dim, 0) for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+    check_reply([None if r is None else r[0] for r in results], hop, bound, operations, tensors_of_call)
 
 
 def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound, before: int = 0) -> list[Tensor]:
@@ -248,18 +250,18 @@ def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound, before: 
 
     ``before``: columns of a session before these, a prefix's too.
     """
-    found = outputs if isinstance(outputs, list) else []
-    out = found[0] if found else None
+    tensors = outputs if isinstance(outputs, list) else []
+    out = tensors[0] if tensors else None
     if not isinstance(out, Tensor) or out.shape != hidden.shape or out.dtype != hidden.dtype:
         got = describe(out) if isinstance(out, Tensor) else type(out).__name__
         raise WorkerFailed(f"answered {got} for a hidden {describe(hidden)}", peer=hop.peer, span=hop.span)
-    keys = before + length(bound) + hidden.shape[1] if bound.captures() else 0
+    keys = before + prefix_kv.length(bound) + hidden.shape[1] if bound.captures() else 0
     shapes = bound.captured_shapes(hop.span, hop.schema.sizes, keys)
-    captured = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else None for t in found[1:]]
+    captured = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else None for t in tensors[1:]]
     if captured != [((len(out), *shape), out.dtype) for shape in shapes]:
-        said = f"{len(captured)} captures for {len(shapes)}"
-        raise WorkerFailed(f"answered {said}, or others than were asked for", peer=hop.peer, span=hop.span)
-    return found
+        counts = f"{len(captured)} captures for {len(shapes)}"
+        raise WorkerFailed(f"answered {counts}, or others than were asked for", peer=hop.peer, span=hop.span)
+    return tensors
 
 
 def any_nan(tensors: Sequence[Tensor | None]) -> bool:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0  # seconds until a worker that failed in this call is asked again; doubled
 MOST_ANSWERS = 3  # failures of one worker that lives and answers, in one call
-DOUBT_SECONDS = 10.0  # for another worker to be had that says whether NaN is the answer
+CONFIRM_SECONDS = 10.0  # for another worker to be had that says whether NaN is the answer
 LOOK_SECONDS = 0.1  # between two looks for a route
 QUIET_SECONDS = 1.0  # a wait longer than this is said
 MARGIN = 0.03  # of the time of a call, kept to say why it failed
@@ -31,7 +31,7 @@ MARGIN = 0.03  # of the time of a call, kept to say why it failed
 log = logging.getLogger(__name__)
 
 
-Misfit = Callable[[Hop], str | None]  # why a worker cannot take another's place, if so
+Reject = Callable[[Hop], str | None]  # why a worker cannot take another's place; None: it can
 
 
 class Retry:
@@ -40,12 +40,13 @@ class Retry:
     def __init__(self, peers: Peers, timeout: float, blocked: Collection[str] = ()):
         self.peers, self.timeout, self.failures = peers, timeout, list[WorkerFailed]()
         self.over = False  # the call has ended: a derivative that is taken later is a call of its own
-        self.doubted = self._said = False  # NaN was tried on another worker, which said the same; a long wait was said
-        self.doubting = asyncio.Lock()  # sub-batches try theirs one after the other
+        self.nan_confirmed = False  # by another worker, which answered NaN too
+        self._warned = False  # of a long wait
+        self.confirming = asyncio.Lock()  # sub-batches try theirs one after the other
         self._blocked = frozenset(blocked)
         self._began = time.monotonic()
         self._until = self._began + timeout * (1 - MARGIN)
-        self._out: dict[str, tuple[float, int]] = {}  # peer -> until when, failures in this call
+        self._backoff: dict[str, tuple[float, int]] = {}  # peer -> until when, failures in this call
 
     @property
     def left(self) -> float:
@@ -63,10 +64,10 @@ class Retry:
     def __exit__(self, *_: object) -> None:
         self.over = True
 
-    def without_doubt(self) -> Retry:
+    def accepting_nan(self) -> Retry:
         """The same, for what is asked because of NaN: what is answered then is taken as it is."""
         other = copy.copy(self)
-        other.doubted = True
+        other.nan_confirmed = True
         return other
 
     def failed(self, error: WorkerFailed) -> None:
@@ -74,39 +75,39 @@ class Retry:
         self.failures.append(error)
         self.peers.failed(error)
         if error.peer:
-            _, failures = self._out.get(error.peer, (0.0, 0))
+            _, failures = self._backoff.get(error.peer, (0.0, 0))
             wait = min(FIRST_WAIT * 2**failures, LONGEST_WAIT)
-            self._out[error.peer] = (time.monotonic() + wait, failures + 1)
+            self._backoff[error.peer] = (time.monotonic() + wait, failures + 1)
 
     def avoids(self, peer: str) -> bool:
         """Whether a worker failed lately, in this call or another."""
-        return peer in self._out or self.peers.avoided(peer)
+        return peer in self._backoff or self.peers.avoided(peer)
 
-    async def route(self, start: int, stop: int, *, like: Hop | None = None, misfit: Misfit | None = None) -> list[Hop]:
+    async def route(self, start: int, stop: int, *, like: Hop | None = None, reject: Reject | None = None) -> list[Hop]:
         """Hops that cover ``[start, stop)``; where a gap may close, waits for it until the deadline.
 
         ``like``: whose place they take: those whose values are equal to the last bit come first, and none runs another
-        block_fn. ``misfit``: what else speaks against a worker. Raises NoRoute with all that was tried, from the last
+        block_fn. ``reject``: what else speaks against a worker. Raises NoRoute with all that was tried, from the last
         WorkerFailed.
         """
         why: dict[str, str] = {}
         gap: float | None = None  # since when there is none
         while True:
             try:
-                return await self._in_time(self._route_now(start, stop, like, misfit, why))
+                return await self._in_time(self._route_now(start, stop, like, reject, why))
             except NoRoute as error:
                 gap = time.monotonic() if gap is None else gap
-                all_seen = self.peers.looked() >= gap  # who came before is known
+                all_seen = self.peers.refreshed_at() >= gap  # who came before is known
                 last = self.failures[-1] if self.failures else None
                 if last is not None and all_seen and self._all_full(start, stop, why):
                     raise last from error
-                if last is None and not self.peers.had(start, stop, self._blocked):
+                if last is None and not self.peers.served_before(start, stop, self._blocked):
                     raise
                 if not self.left or (all_seen and self._all_answered(start, stop, why)):
                     raise self._report(start, stop, why, error) from last or error.__cause__
                 waited = time.monotonic() - self._began
-                if waited > QUIET_SECONDS and not self._said:
-                    self._said = True
+                if waited > QUIET_SECONDS and not self._warned:
+                    self._warned = True
                     log.warning("waiting up to %.0f s for a worker: %s", self.left, error)
             await asyncio.sleep(min(LOOK_SECONDS, self.left))
 
@@ -122,54 +123,56 @@ class Retry:
         except TimeoutError as error:
             raise NoRoute("the last worker to be dialled has not answered") from error
 
-    async def others(self, hop: Hop, misfit: Misfit) -> list[Hop] | None:
+    async def others(self, hop: Hop, reject: Reject) -> list[Hop] | None:
         """Other workers that could answer in a hop's place; None where there are none, or none that answers soon."""
-        why, until = {hop.peer: "asked already"}, min(self._until, time.monotonic() + DOUBT_SECONDS)
+        why, until = {hop.peer: "asked already"}, min(self._until, time.monotonic() + CONFIRM_SECONDS)
         while True:
             try:
-                return await self._route_now(*hop.span, hop, misfit, why)
+                return await self._route_now(*hop.span, hop, reject, why)
             except NoRoute:
-                if time.monotonic() > until or not self.peers.named(*hop.span, {*self._blocked, *why}):
+                if time.monotonic() > until or not self.peers.listed(*hop.span, {*self._blocked, *why}):
                     return None
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _route_now(
-        self, start: int, stop: int, like: Hop | None, misfit: Misfit | None, why: dict[str, str]
+        self, start: int, stop: int, like: Hop | None, reject: Reject | None, why: dict[str, str]
     ) -> list[Hop]:
         others: dict[str, str] = {}  # whose values may differ in the last bit, or more
         exact = like is not None
         while True:
             now = time.monotonic()
-            out = {peer for peer, (until, _) in self._out.items() if until > now}
+            backing_off = {peer for peer, (until, _) in self._backoff.items() if until > now}
             try:
-                hops = await self.peers.route(start, stop, {*self._blocked, *out, *why, *(others if exact else ())})
+                hops = await self.peers.route(
+                    start, stop, {*self._blocked, *backing_off, *why, *(others if exact else ())}
+                )
             except NoRoute:
                 if not (exact and others):
                     raise
                 exact = False
                 continue
-            unfit = {hop.peer: said for hop in hops if (said := _unfit(hop, like, misfit))}
-            other = {hop.peer: said for hop in hops if exact and like is not None and (said := differs(hop, like))}
-            if not unfit and not other:
+            rejected = {hop.peer: reason for hop in hops if (reason := _rejected(hop, like, reject))}
+            other = {hop.peer: reason for hop in hops if exact and like is not None and (reason := differs(hop, like))}
+            if not rejected and not other:
                 if not exact and like is not None:
-                    said = [f"{hop.peer[-8:]} has {differs(hop, like) or 'the same'}" for hop in hops]
-                    log.warning("layers %d:%d go on with other numerics: %s", start, stop, "; ".join(said))
+                    reasons = [f"{hop.peer[-8:]} has {differs(hop, like) or 'the same'}" for hop in hops]
+                    log.warning("layers %d:%d go on with other numerics: %s", start, stop, "; ".join(reasons))
                 return hops
-            why.update(unfit)
+            why.update(rejected)
             others.update(other)
 
     def _all_full(self, start: int, stop: int, why: Mapping[str, str]) -> bool:
         """Whether there is no room anywhere, which may last; nobody is merely avoided."""
         full = all(isinstance(failure, WorkerFull) for failure in self.failures)
-        return full and not self.peers.named(start, stop, {*self._blocked, *self._out, *why})
+        return full and not self.peers.listed(start, stop, {*self._blocked, *self._backoff, *why})
 
     def _all_answered(self, start: int, stop: int, why: dict[str, str]) -> bool:
         """Whether whoever failed lives, and said so often enough: there is no gap that could close."""
-        said = Counter(error.peer for error in self.failures if error.answered)
-        why.update({peer: "it failed again and again" for peer, n in said.items() if peer and n >= MOST_ANSWERS})
-        if not said or said.total() < len(self.failures) or not set(self._out) <= set(why):
+        answers = Counter(error.peer for error in self.failures if error.answered)
+        why.update({peer: "it failed again and again" for peer, n in answers.items() if peer and n >= MOST_ANSWERS})
+        if not answers or answers.total() < len(self.failures) or not set(self._backoff) <= set(why):
             return False
-        return not self.peers.named(start, stop, {*self._blocked, *why})
+        return not self.peers.listed(start, stop, {*self._blocked, *why})
 
     def _report(self, start: int, stop: int, why: Mapping[str, str], error: NoRoute) -> NoRoute:
         tried = [f"{failure}" for failure in self.failures[-5:]]
@@ -182,18 +185,19 @@ class Retry:
         )
 
 
-def _unfit(hop: Hop, like: Hop | None, misfit: Misfit | None) -> str | None:
-    theirs = hop.numerics.get("block_fn")
-    if like is not None and theirs != like.numerics.get("block_fn"):
-        return f"it runs another block_fn ({theirs or 'none of its own'})"
-    return misfit(hop) if misfit is not None else None
+def _rejected(hop: Hop, like: Hop | None, reject: Reject | None) -> str | None:
+    block_fn = hop.hello.fingerprint.block_fn or ""
+    if like is not None and block_fn != (like.hello.fingerprint.block_fn or ""):
+        return f"it runs another block_fn ({block_fn or 'none of its own'})"
+    return reject(hop) if reject is not None else None
 
 
 def differs(hop: Hop, like: Hop) -> str | None:
-    """What makes a worker's values differ from another's, if anything does."""
-    theirs, ours = hop.numerics, like.numerics
-    found = [f"{name} {theirs.get(name)!r} for {ours[name]!r}" for name in ours if theirs.get(name) != ours[name]]
-    return ", ".join(found) or None
+    """What makes a worker's values differ from another's, or may, where it does not announce what the other does."""
+    fingerprint, other = hop.hello.fingerprint, like.hello.fingerprint
+    reasons = [f"{name} {value!r} for {replaced!r}" for name, value, replaced in fingerprint.differences(other)]
+    reasons += [f"{name} not announced" for name in other.parts() if name not in fingerprint.parts()]
+    return ", ".join(reasons) or None
 
 
 def lacks(hop: Hop, like: Hop, bound: Bound, tokens: int) -> str | None:
@@ -201,7 +205,7 @@ def lacks(hop: Hop, like: Hop, bound: Bound, tokens: int) -> str | None:
     for name in bound.names():
         if hop.schema.kwargs.get(name) != like.schema.kwargs.get(name):
             return f"it takes no {name!r}, or another one"
-    limit = hop.hello.get("limits", {}).get("batch_tokens")
+    limit = hop.hello.limits.batch_tokens
     if limit and tokens > limit:
         return f"it takes {limit} tokens at once, not {tokens}"
     return None

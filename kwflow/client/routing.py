@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from kwflow.errors import NoRoute
+from kwflow.kwargs.schema import Span
 
 
 class Serves(Protocol):
@@ -48,15 +49,15 @@ def covers(view: Sequence[Serves], start: int, stop: int) -> bool:
     return all(any(worker.start <= layer < worker.stop for worker in view) for layer in range(start, stop))
 
 
-def gaps(spans: Sequence[tuple[int, int]], layers: int) -> list[tuple[int, int]]:
+def gaps(spans: Sequence[Span], layers: int) -> list[Span]:
     """The runs of layers of ``0:layers`` that no span covers.
 
     >>> gaps([(0, 3), (2, 5), (8, 9)], 10)
     [(5, 8), (9, 10)]
     """
-    found, at = [], 0
+    missing, at = [], 0
     for start, stop in [*sorted(spans), (layers, layers)]:
         if start > at:
-            found.append((at, start))
+            missing.append((at, start))
         at = max(at, stop)
-    return found
+    return missing

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kwflow.autograd.transforms import is_wrapped, plain
 from kwflow.client.call import schemas_of
-from kwflow.client.inputs import Ends, check_hidden, token_ids
+from kwflow.client.inputs import Ends, token_ids
 from kwflow.client.page import session_page
 from kwflow.client.peers import Hop
 from kwflow.client.replay import folded
@@ -29,11 +29,12 @@ from kwflow.client.retry import Retry
 from kwflow.client.stage import Reorder, Replay, Step
 from kwflow.client.stages import Stages, free
 from kwflow.errors import DeadlineError, KwargError, SessionError, ShapeError
-from kwflow.kwargs import prefix_kv as prefix
+from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.axes import Axed, describe
 from kwflow.kwargs.bind import Schemas, bind_kwargs
 from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.capture import Capture, pick
+from kwflow.kwargs.hidden import check_hidden
 from kwflow.kwargs.positions import Columns, from_the_end, token_position
 from kwflow.kwargs.tree import as_int
 from kwflow.wire import loop
@@ -138,7 +139,7 @@ class Session:
             except concurrent.futures.CancelledError as error:
                 raise SessionError("the session was closed in the middle of a step") from error
             self._running = None
-            self.prefix = self.prefix if self.position else prefix.length(bound)
+            self.prefix = self.prefix if self.position else prefix_kv.length(bound)
             self._ids = self._ids_with(ids, mask, *hidden.shape[:2])
             self.position += hidden.shape[1]
             self.batch = hidden.shape[0]
@@ -178,13 +179,13 @@ class Session:
 
     def reorder(self, ids: Sequence[int] | Tensor) -> None:
         """Give the rows another order, with repeats: row ``i`` becomes what row ``ids[i]`` was (a beam reorder)."""
-        given = ids.tolist() if isinstance(ids, Tensor) else list(ids)
-        rows = [row for row in map(as_int, given) if row is not None]
+        numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+        rows = [row for row in map(as_int, numbers) if row is not None]
         if self.closed:
             raise SessionError("the session is closed")
         if self.batch is None:
             raise SessionError("reorder before the first step: the session has no rows yet")
-        if not len(rows) == len(given) == self.batch or not all(0 <= row < self.batch for row in rows):
+        if not len(rows) == len(numbers) == self.batch or not all(0 <= row < self.batch for row in rows):
             raise SessionError(f"reorder takes {self.batch} row numbers below {self.batch}, got {ids!r:.80}")
         with self._turn:
             self._reorder_count += 1
@@ -264,19 +265,19 @@ class Session:
         if self.batch is not None and hidden.shape[0] != self.batch:
             raise SessionError(f"the session has {self.batch} rows, hidden is {describe(hidden)}")
 
-    def _ahead(self, bound: Bound, start: int, stop: int) -> int:
+    def _prefix_length(self, bound: Bound, start: int, stop: int) -> int:
         """Columns of the prefix: this step's if it is the first, else the one there is. Raises SessionError."""
-        given = prefix.length(bound)
-        if given and start:
+        step_prefix = prefix_kv.length(bound)
+        if step_prefix and start:
             raise SessionError(
                 f"prefix_kv stands before column 0, and the session has columns 0:{start}: give it with the first "
                 f"step (rollback(0) begins again)"
             )
-        ahead = self.prefix if start else given
-        if self.max_length is not None and ahead + stop > self.max_length:
-            also = f" behind a prefix of {ahead}" if ahead else ""
+        prefix_length = self.prefix if start else step_prefix
+        if self.max_length is not None and prefix_length + stop > self.max_length:
+            also = f" behind a prefix of {prefix_length}" if prefix_length else ""
             raise SessionError(f"columns {start}:{stop}{also} do not fit max_length {self.max_length}")
-        return ahead
+        return prefix_length
 
     def _bind(
         self,
@@ -290,8 +291,8 @@ class Session:
         """The step's kwargs for the wire, the mask and positions to remember when it succeeds, its columns."""
         batch, seq, _ = hidden.shape
         start, stop = self.position, self.position + seq
-        given = dict(kwargs)
-        control = {name: _on_cpu(name, given.pop(name, None)) for name in ("attention_mask", "position_ids")}
+        step_kwargs = dict(kwargs)
+        control = {name: _on_cpu(name, step_kwargs.pop(name, None)) for name in ("attention_mask", "position_ids")}
         mask, positions = control["attention_mask"], control["position_ids"]
         if positions is None and self._positions is not None:
             positions = self._positions[:, -1:] + torch.arange(1, seq + 1)
@@ -302,16 +303,16 @@ class Session:
         columns = self._columns(remembered, start, stop, repeats, prompt, prompt_length)
         if prompt is not None:
             self._check_end(start, prompt)
-        bound = bind_kwargs(schemas, self.span, given, {**sizes, "batch": batch // repeats}, columns)
-        ahead = self._ahead(bound, start, stop)
+        bound = bind_kwargs(schemas, self.span, step_kwargs, {**sizes, "batch": batch // repeats}, columns)
+        prefix_length = self._prefix_length(bound, start, stop)
         if positions is not None:
-            own = None if remembered is None else remembered[:, start:]
-            prefix.check_positions(ahead, called.call()["position_ids"].tensor, own)
+            step_mask = None if remembered is None else remembered[:, start:]
+            prefix_kv.check_positions(prefix_length, called.call()["position_ids"].tensor, step_mask)
         bound = bound.repeat_rows(repeats)
         tensors = (hidden, *bound.tensors, *called.tensors)
         if any(is_wrapped(t) for t in tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
             raise SessionError("a session is not differentiable: use flow(...) for gradients, or torch.no_grad()")
-        if positions is not None and self._positions is None and _are_columns(positions, ahead + start):
+        if positions is not None and self._positions is None and _are_columns(positions, prefix_length + start):
             return (
                 bound.joined(sent.without("position_ids")),
                 remembered,
@@ -320,7 +321,9 @@ class Session:
             )  # what a worker takes them for anyway
         if positions is not None:
             before = (
-                torch.arange(ahead, ahead + start).expand(batch, start) if self._positions is None else self._positions
+                torch.arange(prefix_length, prefix_length + start).expand(batch, start)
+                if self._positions is None
+                else self._positions
             )
             positions = torch.cat([before, called.call()["position_ids"].tensor.expand(batch, seq)], 1)
         return bound.joined(sent), remembered, positions, columns
@@ -359,8 +362,8 @@ class Session:
     def _note_end(self, kwargs: Mapping[str, Any], columns: Columns, prompt_length: Any) -> None:
         """Remember what this step counted from the prompt's end, as it was known then."""
         edits = kwargs.get("edit")
-        given = [*(edits if isinstance(edits, Sequence) else [edits]), kwargs.get("capture")]
-        ends = [one.at for one in given if from_the_end(getattr(one, "at", None))]
+        selectors = [*(edits if isinstance(edits, Sequence) else [edits]), kwargs.get("capture")]
+        ends = [selector.at for selector in selectors if from_the_end(getattr(selector, "at", None))]
         if ends and prompt_length is None and columns.prompt_S is not None and bool(columns.prompt_S.any()):
             self._end_was = ends[0]
 
@@ -428,15 +431,17 @@ def _on_cpu(name: str, value: Any) -> Any:
     return value.cpu() if isinstance(value, Tensor) else value
 
 
-def _prompt_tokens(given: Any, rows: int | None) -> Tensor:
+def _prompt_tokens(prompt_length: Any, rows: int | None) -> Tensor:
     """``prompt_length`` as a tensor: one number, or one for each row. Raises SessionError."""
     try:
-        tokens = torch.as_tensor(given).cpu().reshape(-1)
+        tokens = torch.as_tensor(prompt_length).cpu().reshape(-1)
     except (TypeError, ValueError, RuntimeError):
         tokens = torch.empty(0)
     counts = not tokens.is_floating_point() and tokens.dtype is not torch.bool
     if not counts or len(tokens) != 1 and rows not in (None, 1, len(tokens)) or not bool((tokens >= 0).all()):
-        raise SessionError(f"prompt_length is {given!r:.60}; give the number of tokens, or a number for each row")
+        raise SessionError(
+            f"prompt_length is {prompt_length!r:.60}; give the number of tokens, or a number for each row"
+        )
     return tokens.long()
 
 

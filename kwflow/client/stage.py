@@ -11,8 +11,9 @@ from torch import Tensor
 from kwflow.client.peers import Hop
 from kwflow.client.request import check_outputs, request_tree
 from kwflow.errors import WorkerFailed
+from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.bound import Bound
-from kwflow.kwargs.prefix_kv import length as prefix_length
+from kwflow.kwargs.schema import Span
 from kwflow.wire import channel
 from kwflow.wire.message import Message
 
@@ -43,7 +44,7 @@ class Step:
 class Replay:
     """A worker that was replaced in the middle of a session: what ``session.replays`` holds."""
 
-    layers: tuple[int, int]
+    layers: Span
     position: int  # columns of the session when it happened
     peer: str  # the worker that was replaced
     reason: str
@@ -64,7 +65,7 @@ class Replay:
 
 
 @dataclass(frozen=True)
-class Handed:
+class Handoff:
     """How a step goes from worker to worker: its number, whether it begins here, to whom its output goes."""
 
     number: int
@@ -80,25 +81,25 @@ class Stage:
     hop: Hop
     max_length: int | None
     channel: channel.Channel | None = None
-    held: Bound | None = None  # the kwargs of its last step, unless nobody knows
+    last_kwargs: Bound | None = None  # the kwargs of its last step, unless nobody knows
     steps: list[Step] = field(default_factory=list)
     reordered: int = 0  # the last reorder that merged steps have in their rows
     given_up: bool = False  # its channel was closed by this side, in the middle of a step
     name: str = field(default_factory=lambda: secrets.token_hex(8))  # of the session there, for other workers
     next: str | None = None  # the name of the session to which the worker knows to hand its outputs on
 
-    async def take(self, step: Step, pool: channel.Pool, handed: Handed | None = None) -> list[Tensor]:
+    async def take(self, step: Step, pool: channel.Pool, handoff: Handoff | None = None) -> list[Tensor]:
         """Send one step; its output, then what it captures. Raises WorkerFailed, and what the worker says.
 
-        ``handed``: hidden comes from another worker, or goes to one; then only the shape of the step's own counts.
+        ``handoff``: hidden comes from another worker, or goes to one; then only the shape of the step's own counts.
         """
-        hop, held = self.hop, self.held
+        hop, last_kwargs = self.hop, self.last_kwargs
         if self.channel is None:
             self.channel = await pool.transport.open(hop.peer)
-        self.held = None  # unless the step succeeds
-        once = held is not None and "sent once" in hop.hello.get("features", ())
-        same = step.bound.same_as(held) if once and held is not None else {}
-        bound = step.bound.copied(same, held or Bound(*hop.span))  # what is sent is what is remembered
+        self.last_kwargs = None  # unless the step succeeds
+        once = last_kwargs is not None and "sent once" in hop.hello.features
+        same = step.bound.same_as(last_kwargs) if once and last_kwargs is not None else {}
+        bound = step.bound.copied(same, last_kwargs or Bound(*hop.span))  # what is sent is what is remembered
         meta: dict[str, Any] = {"op": "step", "span": [hop.start, hop.stop], "start": step.start}
         if step.start == 0:
             meta["session"] = self.name
@@ -108,9 +109,9 @@ class Stage:
             meta["reorder"] = [[number, rows] for number, rows in step.reorders]
         try:
             tree = request_tree(step.hidden, bound, same=same)
-            if handed is not None:
-                meta |= self._handing(handed)
-            if handed is not None and not handed.first:
+            if handoff is not None:
+                meta |= self._handoff_meta(handoff)
+            if handoff is not None and not handoff.first:
                 del tree["hidden"]
             reply = await pool.exchange(self.channel, Message(meta, tree))
         except WorkerFailed as error:
@@ -119,25 +120,25 @@ class Stage:
         except BaseException:
             self.given_up = self.channel.closed  # by this side: the worker is not to blame
             raise
-        ahead = prefix_length(self.steps[0].bound) if step.start and self.steps else 0
-        outputs = check_outputs(reply.tree, step.hidden, hop, step.bound, ahead + step.start)
-        self.held = bound
-        if handed is not None:
-            self.next = handed.to and handed.to.name
+        prefix_length = prefix_kv.length(self.steps[0].bound) if step.start and self.steps else 0
+        outputs = check_outputs(reply.tree, step.hidden, hop, step.bound, prefix_length + step.start)
+        self.last_kwargs = bound
+        if handoff is not None:
+            self.next = handoff.to and handoff.to.name
         return outputs
 
     def _room(self, step: Step) -> int | None:
         """How many columns the worker is to keep room for, from the first step on; None: as many as come."""
-        if self.max_length is None and "grows" not in self.hop.hello.get("features", ()):
-            return prefix_length(step.bound) + step.stop + FIXED_ROOM
+        if self.max_length is None and "grows" not in self.hop.hello.features:
+            return prefix_kv.length(step.bound) + step.stop + FIXED_ROOM
         return self.max_length
 
-    def _handing(self, handed: Handed) -> dict[str, Any]:
-        meta: dict[str, Any] = {} if handed.first else {"from": handed.number, "wait": round(handed.wait, 1)}
-        if handed.to is not None:
-            meta["hand"] = handed.number
-            if handed.to.name != self.next:
-                meta["next"] = [handed.to.hop.peer, handed.to.name]
+    def _handoff_meta(self, handoff: Handoff) -> dict[str, Any]:
+        meta: dict[str, Any] = {} if handoff.first else {"from": handoff.number, "wait": round(handoff.wait, 1)}
+        if handoff.to is not None:
+            meta["hand"] = handoff.number
+            if handoff.to.name != self.next:
+                meta["next"] = [handoff.to.hop.peer, handoff.to.name]
         return meta
 
     async def bring(self, number: int, hidden: Tensor | None, pool: channel.Pool) -> bool:
@@ -145,22 +146,22 @@ class Stage:
         reply = await pool(self.hop.peer, Message({"op": "push", "session": self.name, "step": number}, hidden))
         return reply.meta.get("taken") is True
 
-    def own(self, step: Step, hidden: Tensor) -> Step:
+    def part(self, step: Step, hidden: Tensor) -> Step:
         """This worker's part of a step, or of another worker's."""
-        reorders = tuple(one for one in step.reorders if one[0] > self.reordered)
+        reorders = tuple(reorder for reorder in step.reorders if reorder[0] > self.reordered)
         return replace(step, hidden=hidden, bound=step.bound.part(None, self.hop.span)[0], reorders=reorders)
 
     def keep(self, step: Step) -> None:
         """Remember a step that was taken; one at the same column before it was interrupted, and taken again."""
         while self.steps and self.steps[-1].start >= step.start:
             self.steps.pop()
-        self.steps.append(replace(step, bound=self.held or step.bound))
+        self.steps.append(replace(step, bound=self.last_kwargs or step.bound))
 
     def forget(self, start: int) -> list[Reorder]:
         """Forget the steps from a column on; returns their reorders, which were of all columns and stay."""
         gone = [step for step in self.steps if step.start >= start]
         self.steps = [step for step in self.steps if step.start < start]
-        return [one for step in gone for one in step.reorders]
+        return [reorder for step in gone for reorder in step.reorders]
 
     @property
     def closed(self) -> bool:

@@ -21,13 +21,13 @@ from torch import Tensor
 from kwflow.client.peers import Hop
 from kwflow.client.replay import merged, replay
 from kwflow.client.request import any_nan
-from kwflow.client.retry import Misfit, Retry, differs, lacks
-from kwflow.client.stage import Handed, Reorder, Replay, Stage, Step
+from kwflow.client.retry import Reject, Retry, differs, lacks
+from kwflow.client.stage import Handoff, Reorder, Replay, Stage, Step
 from kwflow.errors import CallerError, SessionError, WorkerFailed, WorkerFull
 from kwflow.wire import channel, loop
 
 LATE_SECONDS = 1.0  # after a worker's reply, until its output must have reached the next one
-MOST_ASTRAY = 2  # steps that one worker hands on wrongly, until it is asked for no more
+MAX_WRONG_HANDOFFS = 2  # steps that one worker hands on wrongly, until it is asked for no more
 FREED_SECONDS = 0.05, 0.2, 0.8  # for a worker to free what it held for a channel that this side closed
 
 log = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class Stages:
         self.replays: list[Replay] = []
         self.carried = set[str]()  # workers that cannot reach the next one, or hand on what it cannot take
         self._pushes = 0  # steps that were to be handed on
-        self._astray: tuple[str, str] | None = None  # who may have handed this step on wrongly, and what came of it
-        self._strays = Counter[str]()  # such steps that were right when the client brought them, of each worker
+        self._suspect: tuple[str, str] | None = None  # who may have handed this step on wrongly, and what came of it
+        self._wrong_handoffs = Counter[str]()  # such steps that were right when the client brought them, of each worker
         self._nan = False  # NaN was tried on other workers, which said the same
         self._closed = False
         self._turn = asyncio.Lock()  # one step at a time: what is cancelled takes a while to end
@@ -55,7 +55,8 @@ class Stages:
 
     def forget(self, position: int) -> list[Reorder]:
         """Forget the columns from one on; the reorders that came after it, which stay."""
-        gone = dict(one for stage in self.stages for one in stage.forget(position))  # of merged steps none are known
+        # of merged steps none are known
+        gone = dict(reorder for stage in self.stages for reorder in stage.forget(position))
         return sorted(gone.items())
 
     @property
@@ -73,12 +74,12 @@ class Stages:
                 raise SessionError("the session is closed")
             self._running = asyncio.current_task()
             try:
-                workers, self._astray = list(self.stages), None
-                found = await self._push(step, retry) if pushes and self._may_push() else None
-                if found is None:
-                    found = await self._carry(step, retry)
-                    self._count_stray(workers, found)
-                return found
+                workers, self._suspect = list(self.stages), None
+                outputs = await self._push(step, retry) if pushes and self._may_push() else None
+                if outputs is None:
+                    outputs = await self._carry(step, retry)
+                    self._count_wrong_handoff(workers, outputs)
+                return outputs
             finally:
                 self._running = None
 
@@ -99,27 +100,27 @@ class Stages:
         while len(taken) < len(self.stages):
             number = len(taken)
             stage = self.stages[number]
-            own = stage.own(step, hidden)
+            stage_step = stage.part(step, hidden)
             try:
-                outputs = await stage.take(own, pool)
+                outputs = await stage.take(stage_step, pool)
             except WorkerFailed as error:
-                await self._replace(number, error, retry, own)
+                await self._replace(number, error, retry, stage_step)
                 continue
-            if not self._nan and any_nan(outputs) and not any_nan([hidden, *own.bound.tensors]):
-                if await self._doubt(number, retry, own):
+            if not self._nan and any_nan(outputs) and not any_nan([hidden, *stage_step.bound.tensors]):
+                if await self._confirm_nan(number, retry, stage_step):
                     continue
             hidden, *more = outputs
             captured += more
-            taken.append(own)
-        for stage, own in zip(self.stages, taken, strict=True):
-            stage.keep(own)
+            taken.append(stage_step)
+        for stage, stage_step in zip(self.stages, taken, strict=True):
+            stage.keep(stage_step)
         return [hidden, *captured]
 
     def _may_push(self) -> bool:
         """Whether workers can hand this step on: all know the session, and none was lost."""
         if all(stage.hop.peer in self.carried for stage in self.stages[:-1]):
             return False
-        return all(stage.steps and not stage.closed and "push" in stage.hop.hello["features"] for stage in self.stages)
+        return all(stage.steps and not stage.closed and "push" in stage.hop.hello.features for stage in self.stages)
 
     async def _push(self, step: Step, retry: Retry) -> list[Tensor] | None:
         """Take a step that each worker hands on to the next. None if a worker failed: then it is taken again, as usual.
@@ -129,12 +130,12 @@ class Stages:
         """
         self._pushes += 1
         stages = self.stages
-        steps = [stage.own(step, step.hidden) for stage in stages]
+        steps = [stage.part(step, step.hidden) for stage in stages]
         tasks: list[asyncio.Task[list[Tensor]]] = []
-        for number, (stage, own) in enumerate(zip(stages, steps, strict=True)):
+        for number, (stage, stage_step) in enumerate(zip(stages, steps, strict=True)):
             to = stages[number + 1] if number + 1 < len(stages) and stage.hop.peer not in self.carried else None
-            handed = Handed(self._pushes, number == 0, to, retry.left)
-            tasks.append(asyncio.create_task(stage.take(own, self.pool, handed)))
+            handoff = Handoff(self._pushes, number == 0, to, retry.left)
+            tasks.append(asyncio.create_task(stage.take(stage_step, self.pool, handoff)))
         outputs: list[list[Tensor]] = []
         try:
             for number, task in enumerate(tasks):
@@ -143,32 +144,32 @@ class Stages:
                 outputs.append(await task)
         except BaseException as error:
             await self._give_up(tasks)
-            unfit = isinstance(error, CallerError) and bool(outputs)  # maybe of what a worker handed on
-            if isinstance(error, WorkerFailed) or unfit:
-                self._may_stray(len(outputs), str(error))
+            refused = isinstance(error, CallerError) and bool(outputs)  # maybe of what a worker handed on
+            if isinstance(error, WorkerFailed) or refused:
+                self._suspect_handoff(len(outputs), str(error))
                 return None
             raise
-        nan = None if self._nan else next((number for number, found in enumerate(outputs) if any_nan(found)), None)
+        nan = None if self._nan else next((i for i, tensors in enumerate(outputs) if any_nan(tensors)), None)
         if nan is not None and not any_nan([step.hidden, *step.bound.tensors]):
-            self._may_stray(nan, "NaN")
+            self._suspect_handoff(nan, "NaN")
             return None
-        entering = [step.hidden, *(found[0] for found in outputs)]
-        for stage, own, hidden in zip(stages, steps, entering, strict=False):
-            stage.keep(replace(own, hidden=hidden))
-        return [outputs[-1][0], *(capture for found in outputs for capture in found[1:])]
+        entering = [step.hidden, *(stage_outputs[0] for stage_outputs in outputs)]
+        for stage, stage_step, hidden in zip(stages, steps, entering, strict=False):
+            stage.keep(replace(stage_step, hidden=hidden))
+        return [outputs[-1][0], *(capture for stage_outputs in outputs for capture in stage_outputs[1:])]
 
-    def _may_stray(self, number: int, why: str) -> None:
+    def _suspect_handoff(self, number: int, why: str) -> None:
         """Take note of a step that went wrong at a worker to which another handed it on."""
         if number and self.stages[number - 1].hop.peer not in self.carried:
-            self._astray = self.stages[number - 1].hop.peer, why
+            self._suspect = self.stages[number - 1].hop.peer, why
 
-    def _count_stray(self, workers: Sequence[Stage], outputs: Sequence[Tensor]) -> None:
+    def _count_wrong_handoff(self, workers: Sequence[Stage], outputs: Sequence[Tensor]) -> None:
         """The same workers took the step from this client: what was handed on was wrong, and costs each step twice."""
-        if self._astray is None or self.stages != workers or any_nan(outputs):
+        if self._suspect is None or self.stages != workers or any_nan(outputs):
             return
-        peer, why = self._astray
-        self._strays[peer] += 1
-        if self._strays[peer] >= MOST_ASTRAY:
+        peer, why = self._suspect
+        self._wrong_handoffs[peer] += 1
+        if self._wrong_handoffs[peer] >= MAX_WRONG_HANDOFFS:
             self.carried.add(peer)
             log.warning("worker %s hands steps on wrongly (%s): they go through this client", peer[-8:], why)
 
@@ -218,7 +219,7 @@ class Stages:
         while True:
             hops = [old.hop]
             if not again:
-                hops = await retry.route(*old.hop.span, like=old.hop, misfit=_misfit(old, step))
+                hops = await retry.route(*old.hop.span, like=old.hop, reject=_reject(old, step))
             try:
                 new = await self._rebuilt(steps, reordered, hops, self._nan)
             except WorkerFailed as failure:
@@ -242,11 +243,11 @@ class Stages:
             raise
         return new
 
-    async def _doubt(self, number: int, retry: Retry, step: Step) -> bool:
+    async def _confirm_nan(self, number: int, retry: Retry, step: Step) -> bool:
         """NaN from input without any: whether another worker says otherwise, and then takes this one's place."""
         old, began = self.stages[number], time.monotonic()
         steps, reordered = self._history(old, step.start)
-        while others := await retry.others(old.hop, _misfit(old, step)):
+        while others := await retry.others(old.hop, _reject(old, step)):
             new = list[Stage]()
             try:
                 new = await self._rebuilt(steps, reordered, others, nan=False)
@@ -262,11 +263,11 @@ class Stages:
                 await close(new)
                 break
             by = ", ".join(other.peer[-8:] for other in others)
-            said = WorkerFailed(f"NaN where {by} has none", peer=old.hop.peer, span=old.hop.span)
-            retry.failed(said)
+            failure = WorkerFailed(f"NaN where {by} has none", peer=old.hop.peer, span=old.hop.span)
+            retry.failed(failure)
             await old.aclose()
             self.stages[number : number + 1] = new
-            self._note(old, step, str(said), others, len(steps), time.monotonic() - began)
+            self._note(old, step, str(failure), others, len(steps), time.monotonic() - began)
             return True
         self._nan = True
         return False
@@ -280,21 +281,22 @@ class Stages:
         return steps, stage.reordered
 
     def _note(self, old: Stage, step: Step, reason: str, hops: Sequence[Hop], steps: int, seconds: float) -> None:
-        exact = all(told.bitwise for told in self.replays)  # what is rounded otherwise once stays so
+        exact = all(replacement.bitwise for replacement in self.replays)  # what is rounded otherwise once stays so
         bitwise = exact and (self.mode == "stepwise" or not steps) and not any(differs(hop, old.hop) for hop in hops)
         by = tuple((hop.peer, hop.start, hop.stop) for hop in hops)
-        told = Replay(old.hop.span, step.start, old.hop.peer, reason, by, steps, self.mode, bitwise, seconds)
-        self.replays.append(told)
-        log.info("session: %s", told)
+        replacement = Replay(old.hop.span, step.start, old.hop.peer, reason, by, steps, self.mode, bitwise, seconds)
+        self.replays.append(replacement)
+        log.info("session: %s", replacement)
 
 
-def _misfit(old: Stage, step: Step) -> Misfit:
+def _reject(old: Stage, step: Step) -> Reject:
     """What speaks against a worker that would have to repeat another's steps, and then take this one."""
 
-    def misfit(hop: Hop) -> str | None:
-        return next((said for one in (*old.steps, step) if (said := lacks(hop, old.hop, one.bound, 0))), None)
+    def reject(hop: Hop) -> str | None:
+        reasons = (lacks(hop, old.hop, past_step.bound, 0) for past_step in (*old.steps, step))
+        return next(filter(None, reasons), None)
 
-    return misfit
+    return reject
 
 
 async def close(stages: Sequence[Stage]) -> None:

@@ -47,22 +47,22 @@ class _Armed:
     """A fault of requests that is in force, and how many of its requests have come."""
 
     fault: OfRequests
-    seen: int = 0
+    requests: int = 0
 
     def strikes(self, operation: str) -> bool:
         """Whether this request is one of those; it is counted."""
         fault = self.fault
         if operation != fault.op and (fault.op is not None or operation == "hello"):
             return False
-        self.seen += 1
-        return self.seen > fault.after and not self._over(self.seen - 1)
+        self.requests += 1
+        return self.requests > fault.after and not self._over(self.requests - 1)
 
     @property
     def over(self) -> bool:
-        return self._over(self.seen)
+        return self._over(self.requests)
 
-    def _over(self, seen: int) -> bool:
-        return self.fault.count is not None and seen >= self.fault.after + self.fault.count
+    def _over(self, requests: int) -> bool:
+        return self.fault.count is not None and requests >= self.fault.after + self.fault.count
 
 
 class Faulty:
@@ -129,15 +129,15 @@ class Faulty:
         self.latency = 0.0
         self.thawed.set()
 
-    async def command(self, said: Mapping[str, Any]) -> dict[str, Any]:
+    async def command(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Do what the process that started this one asks for; done when it is in force."""
-        if "fault" in said:
-            fault = from_json(said)
+        if "fault" in request:
+            fault = from_json(request)
             if isinstance(fault, Expire):
                 await self._show(False)
             else:
                 self.inject(fault)
-        elif said.get("do") == "clear":
+        elif request.get("do") == "clear":
             self.clear()
             await self._show(True)
         return {"hits": self.hits}
@@ -252,9 +252,9 @@ def _corrupted(reply: Message, how: str) -> Message:
         raise Cut(frame(Kind.LAST, b"this is no message, though it came in a frame"))
     if how == "missing":
         return Message()
-    if not isinstance(reply.tree, list) or not any(isinstance(one, Tensor) for one in reply.tree):
+    if not isinstance(reply.tree, list) or not any(isinstance(leaf, Tensor) for leaf in reply.tree):
         return reply  # an error, or hello
-    at = next(i for i, one in enumerate(reply.tree) if isinstance(one, Tensor))
+    at = next(i for i, leaf in enumerate(reply.tree) if isinstance(leaf, Tensor))
     tree = list(reply.tree)
     tree[at] = _wrong(tree[at], how)
     return Message(reply.meta, tree)

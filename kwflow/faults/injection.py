@@ -30,8 +30,8 @@ from kwflow.faults.kinds import OfRequests as OfRequests
 from kwflow.faults.kinds import Raise as Raise
 from kwflow.faults.kinds import Refuse as Refuse
 from kwflow.faults.kinds import Slow as Slow
-from kwflow.faults.kinds import Span
 from kwflow.faults.scripts import draw
+from kwflow.kwargs.schema import Span
 
 
 class Worker(Protocol):
@@ -80,14 +80,14 @@ def hits(swarm: Swarm, worker: int) -> int:
 
 def heal(swarm: Swarm) -> None:
     """Resume every paused worker and clear every fault; the dead stay dead."""
-    for number, one in enumerate(swarm.workers):
-        if one.alive and one.paused:
+    for number, worker in enumerate(swarm.workers):
+        if worker.alive and worker.paused:
             swarm.resume(number)
     clear(swarm)
 
 
 def _reachable(swarm: Swarm) -> list[int]:
-    return [number for number, one in enumerate(swarm.workers) if one.alive and not one.paused]
+    return [number for number, worker in enumerate(swarm.workers) if worker.alive and not worker.paused]
 
 
 # ---- scripts ---------------------------------------------------------------------------------------------------------
@@ -98,16 +98,16 @@ def carry_out(event: Event, swarm: Swarm) -> None:
     if event.span is not None:
         swarm.add(*event.span)
         return
-    one = swarm.workers[event.worker]
-    if not one.alive:
+    worker = swarm.workers[event.worker]
+    if not worker.alive:
         return
     if isinstance(event.what, str) and event.what != "clear":
         {"kill": swarm.kill, "pause": swarm.pause, "resume": swarm.resume}[event.what](event.worker)
-    elif not one.paused:
+    elif not worker.paused:
         try:
             clear(swarm, event.worker) if event.what == "clear" else inject(swarm, event.worker, event.what)
         except WorkerFailed:  # it may be dying of the fault before
-            if one.alive:
+            if worker.alive:
                 raise
 
 

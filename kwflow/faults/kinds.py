@@ -11,8 +11,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from kwflow.errors import KwargError
-
-Span = tuple[int, int]
+from kwflow.kwargs.schema import Span
 
 OPERATIONS = ("step", "forward", "backward", "push", "hello")
 CORRUPTIONS = ("frame", "bytes", "missing", "shape", "dtype", "nan")
@@ -23,17 +22,20 @@ class Fault:
     """Something that a worker does wrong until it is cleared, or as often as it says."""
 
     def __repr__(self) -> str:
-        said = [(one, getattr(self, one.name)) for one in sorted(fields(self), key=lambda one: bool(one.kw_only))]
-        given = [(one, value) for one, value in said if one.default is MISSING or one.default != value]
-        named = [one.kw_only or isinstance(value, bool) for one, value in given]
+        values = [
+            (field, getattr(self, field.name)) for field in sorted(fields(self), key=lambda field: bool(field.kw_only))
+        ]
+        changed = [(field, value) for field, value in values if field.default is MISSING or field.default != value]
+        named = [field.kw_only or isinstance(value, bool) for field, value in changed]
         words = [
-            f"{one.name}={value!r}" if name else repr(value) for name, (one, value) in zip(named, given, strict=True)
+            f"{field.name}={value!r}" if name else repr(value)
+            for name, (field, value) in zip(named, changed, strict=True)
         ]
         return f"{type(self).__name__}({', '.join(words)})"
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, which ``from_json`` reads."""
-        return {"fault": type(self).__name__, **{one.name: getattr(self, one.name) for one in fields(self)}}
+        return {"fault": type(self).__name__, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -157,17 +159,17 @@ class Event:
     later: float = 0.0
 
     def __post_init__(self) -> None:
-        said = ("kill", "pause", "resume", "clear", "add")
-        if not (isinstance(self.what, Fault) or self.what in said):
-            raise KwargError(f"what happens is {self.what!r:.60}; give a fault, or one of {', '.join(said)}")
+        actions = ("kill", "pause", "resume", "clear", "add")
+        if not (isinstance(self.what, Fault) or self.what in actions):
+            raise KwargError(f"what happens is {self.what!r:.60}; give a fault, or one of {', '.join(actions)}")
         if (self.what == "add") != (self.span is not None):
             raise KwargError(f"'add' starts a worker of a span, (start, stop), and nothing else has one; got {self!r}")
 
     def __str__(self) -> str:
-        who = "" if self.what == "add" else f" worker {self.worker}"
+        worker = "" if self.what == "add" else f" worker {self.worker}"
         where = "" if self.span is None else f" {self.span[0]}:{self.span[1]}"
         when = f" after {self.later:g} s" if self.later else ""
-        return f"{self.moment}:{who} {self.what}{where}{when}"
+        return f"{self.moment}:{worker} {self.what}{where}{when}"
 
 
 KINDS: dict[str, type[Fault]] = {
@@ -175,16 +177,16 @@ KINDS: dict[str, type[Fault]] = {
 }
 
 
-def from_json(said: Mapping[str, Any]) -> Fault:
+def from_json(json: Mapping[str, Any]) -> Fault:
     """Read what ``Fault.to_json`` wrote. Raises KwargError."""
-    given = dict(said)
-    kind = KINDS.get(given.pop("fault", ""))
+    arguments = dict(json)
+    kind = KINDS.get(arguments.pop("fault", ""))
     if kind is None:
-        raise KwargError(f"a fault is one of {', '.join(KINDS)}, got {said!r:.200}")
+        raise KwargError(f"a fault is one of {', '.join(KINDS)}, got {json!r:.200}")
     try:
-        return kind(**given)
+        return kind(**arguments)
     except TypeError as error:
-        raise KwargError(f"{kind.__name__} does not take {given!r:.200}: {error}") from error
+        raise KwargError(f"{kind.__name__} does not take {arguments!r:.200}: {error}") from error
 
 
 def _check_seconds(seconds: float) -> None:

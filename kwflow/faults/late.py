@@ -1,6 +1,7 @@
 """A stream whose bytes come late, or not for a while, in order: what a slow link or a stopped worker looks like.
 
-It wraps asyncio's reader and writer of one stream and asks a ``Link`` how things stand. No torch, no network library.
+It wraps asyncio's reader and writer of one stream and asks a ``LinkState`` how things stand. No torch, no network
+library.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import Any, Protocol
 READ_BYTES = 1 << 18
 
 
-class Link(Protocol):
+class LinkState(Protocol):
     """How late messages are now, in seconds, and whether any go through."""
 
     latency: float
     thawed: asyncio.Event
 
 
-def calm(link: Link) -> bool:
+def calm(link: LinkState) -> bool:
     """Whether messages go through at once."""
     return not link.latency and link.thawed.is_set()
 
 
-def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: Link) -> tuple[Any, Any]:
+def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: LinkState) -> tuple[Any, Any]:
     """The same stream as ``streams.answer_stream`` reads and writes it, over the link."""
     return _Reader(reader, link), _Writer(writer, link)
 
@@ -33,7 +34,7 @@ def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, link: Link)
 class _Line:
     """Hands things on in order, each as late as the link is, and none while it is frozen."""
 
-    def __init__(self, link: Link, deliver: Callable[[bytes], None]):
+    def __init__(self, link: LinkState, deliver: Callable[[bytes], None]):
         self._link, self._deliver = link, deliver
         self._held: deque[tuple[float, bytes]] = deque()
         self._task: asyncio.Task[None] | None = None
@@ -63,7 +64,7 @@ class _Line:
 class _Reader:
     """Reads at once for as long as the link is calm; from then on a task reads ahead, so that nothing waits in turn."""
 
-    def __init__(self, reader: asyncio.StreamReader, link: Link):
+    def __init__(self, reader: asyncio.StreamReader, link: LinkState):
         self._reader, self._link = reader, link
         self._arrived: asyncio.StreamReader | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -90,7 +91,7 @@ class _Reader:
 
 
 class _Writer:
-    def __init__(self, writer: asyncio.StreamWriter, link: Link):
+    def __init__(self, writer: asyncio.StreamWriter, link: LinkState):
         self._writer, self.transport = writer, writer.transport
         self._line = _Line(link, self._write)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kwflow.client.routing import covers
-from kwflow.faults.kinds import Corrupt, Die, Drop, Event, Expire, Fault, Freeze, Hang, Raise, Refuse, Slow, Span
+from kwflow.faults.kinds import Corrupt, Die, Drop, Event, Expire, Fault, Freeze, Hang, Raise, Refuse, Slow
+from kwflow.kwargs.schema import Span
 
 FOR_EVER = 1 << 30
 REFUSED = 3  # a worker that lives and refuses so many requests in a row is taken at its word

@@ -20,8 +20,9 @@ from kwflow.errors import KwargError
 from kwflow.kwargs import tree
 from kwflow.kwargs.axes import Axed, describe, part, pick_layer, repeat_rows
 from kwflow.kwargs.points import ENTRIES, captured_features
+from kwflow.kwargs.schema import Span as Span
 
-Span = tuple[int, int]
+Rows = tuple[int, int]  # [start, stop) of a batch
 Layers = str | tuple[int, ...]  # "call": once per call; "layers": shared by the layers; numbers: of those layers alone
 
 
@@ -95,7 +96,7 @@ class Bound:
         """The values alone, for another thread."""
         return self.with_tensors([*map(plain, self.tensors)])
 
-    def part(self, rows: Span | None, span: Span) -> tuple[Bound, list[int]]:
+    def part(self, rows: Rows | None, span: Span) -> tuple[Bound, list[int]]:
         """The part for some rows and layers, and which of the leaves it has."""
         within = [section.within(span) for section in self.sections]
         numbers = [number for number, section in enumerate(within) if section is not None]
@@ -105,7 +106,7 @@ class Bound:
         tensors = tuple(self.cut(self.tensors[i], i, rows, span) for i in keep)
         return Bound(*span, sections, leaves, tensors), keep
 
-    def cut(self, tensor: Tensor, index: int, rows: Span | None, span: Span) -> Tensor:
+    def cut(self, tensor: Tensor, index: int, rows: Rows | None, span: Span) -> Tensor:
         """Cut one tensor as :meth:`part` does."""
         leaf = Axed(tensor, self.leaves[index].axes)
         if rows is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from kwflow.errors import KwargError
 
+Span = tuple[int, int]  # layers [start, stop)
+
 SCALARS: dict[str, type | tuple[type, ...]] = {"float": (float, int), "int": int, "bool": bool, "str": str}
 
 

@@ -241,9 +241,7 @@ def _same_on_worker(plan: Plan, layer: int, hidden: Tensor) -> bool:
     more after the block, and no other precision."""
     hellos = [hop.hello for hop in plan.route if hop.start <= layer < hop.stop]
     dtype = str(hidden.dtype).removeprefix("torch.")
-    return all(
-        not hello["fingerprint"].get("block_fn") and (plan.options.dtype or hello["dtype"]) == dtype for hello in hellos
-    )
+    return all(not hello.fingerprint.block_fn and (plan.options.dtype or hello.dtype) == dtype for hello in hellos)
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------

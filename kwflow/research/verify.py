@@ -19,7 +19,7 @@ from torch import Tensor
 from kwflow.client.call import Plan
 from kwflow.client.flow import Flow
 from kwflow.client.peers import Hop
-from kwflow.errors import KwargError, KwflowError, SpanError
+from kwflow.errors import KwargError, KwflowError, SpanError, UnsupportedError
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bound import Span
 from kwflow.show import html
@@ -119,7 +119,8 @@ def exact_match(
         bound = flow.plan(hidden, kwargs).bound
         plans = [part.plan_bound(hidden, bound.part(None, part.span)[0]) for _, part in parts]
         if threads is None:
-            threads = min(int(hop.hello["fingerprint"]["threads"]) for plan in plans for hop in plan.route)
+            announced = [hop.hello.fingerprint.threads for plan in plans for hop in plan.route]
+            threads = min(filter(None, announced), default=torch.get_num_threads())
         with threads_set(threads):
             reasons, notes = differences(plans, local, hidden), casts(plans, local, hidden)
             pairs = zip(parts, plans, strict=True)
@@ -264,7 +265,7 @@ def _ulp(ours: Tensor, expected: Tensor) -> tuple[float, float]:
 
 def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     """Why the bits may differ: every part of the workers' fingerprints that is not the reference's."""
-    here = {
+    here: dict[str, Any] = {
         "torch": str(torch.__version__),
         "isa": torch.backends.cpu.get_cpu_capability(),
         "matmul": torch.get_float32_matmul_precision(),
@@ -273,16 +274,16 @@ def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     }
     reasons = [quantized] if (quantized := quantized_otherwise(plans, local)) else []
     for hop in _workers(plans):
-        fingerprint, worker = hop.hello["fingerprint"], f"worker {hop.peer[-8:]}"
-        for name, value in here.items():
-            if fingerprint.get(name, value) != value:
-                reasons.append(f"{name} {fingerprint.get(name)} on {worker}, {value} here")
-        if (device := fingerprint.get("device", "cpu").split()[0]) != local.device.type:
+        fingerprint, worker = hop.hello.fingerprint, f"worker {hop.peer[-8:]}"
+        other = replace(fingerprint, **here).differences(fingerprint)
+        reasons += [f"{name} {value} on {worker}, {local_value} here" for name, local_value, value in other]
+        device = (fingerprint.device or "cpu").partition(" ")[0]
+        if device != local.device.type:
             reasons.append(f"device {device} on {worker}, {local.device.type} here")
         if _dtype(hop) != local.dtype and (local.quantization or not _holds(local.dtype, _dtype(hop))):
-            reasons.append(f"dtype {hop.hello['dtype']} on {worker}, here weights were read in {_short(local.dtype)}")
-        if fingerprint.get("block_fn"):
-            reasons.append(f"worker {hop.peer[-8:]} runs its own block_fn {fingerprint['block_fn']}")
+            reasons.append(f"dtype {hop.hello.dtype} on {worker}, here weights were read in {_short(local.dtype)}")
+        if fingerprint.block_fn:
+            reasons.append(f"{worker} runs its own block_fn {fingerprint.block_fn}")
     if getattr(local, "repacked", False):
         reasons.append("on this CPU bitsandbytes computes the reference's nf4 in bfloat16, whatever its dtype")
     if not hidden.is_contiguous():
@@ -293,7 +294,7 @@ def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
 def quantized_otherwise(plans: Sequence[Plan], local: Any) -> str:
     """Which worker's weights are quantized as the reference's are not; empty when all are alike."""
     for hop in _workers(plans):
-        quantization = hop.hello.get("quantization", "")
+        quantization = hop.hello.quantization
         if quantization != local.quantization:
             runs = f"runs {quantization}" if quantization else "is not quantized"
             return f"worker {hop.peer[-8:]} {runs}, the reference {local.quantization or 'is not quantized'}"
@@ -319,7 +320,10 @@ def _workers(plans: Sequence[Plan]) -> list[Hop]:
 
 
 def _dtype(hop: Hop) -> torch.dtype:
-    return getattr(torch, hop.hello["dtype"])
+    dtype = getattr(torch, hop.hello.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise UnsupportedError(f"worker {hop.peer[-8:]} computes in {hop.hello.dtype!r:.40}, which torch here has not")
+    return dtype
 
 
 def _short(dtype: torch.dtype) -> str:

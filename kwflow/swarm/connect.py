@@ -37,20 +37,20 @@ class _Here:
 def in_process(served: Sequence[Served], *, checkpoint: str = "") -> KnownPeers:
     """Peers for workers of this process, through the same bytes as the network."""
     names = [f"here-{number:03d}" for number in range(len(served))]  # as long as what is shown of a peer id
-    view = [_Here(name, one) for name, one in zip(names, served, strict=True)]
-    transport = InProcess({name: one.accept for name, one in zip(names, served, strict=True)})
+    view = [_Here(name, worker) for name, worker in zip(names, served, strict=True)]
+    transport = InProcess({name: worker.accept for name, worker in zip(names, served, strict=True)})
     pool = channel.Pool(transport)
 
     async def neighbours(peer: str, layer: int, message: Message) -> Message:
         return await pool(peer, message)
 
-    for one in served:
-        one.neighbours = neighbours
+    for worker in served:
+        worker.neighbours = neighbours
 
     async def stop() -> None:
         await pool.aclose()
-        for one in served:
-            one.close()
+        for worker in served:
+            worker.close()
 
     return KnownPeers(transport, lambda: view, checkpoint=checkpoint, stop=stop)
 
@@ -138,5 +138,5 @@ async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeo
         await directory.stop()
         await node.stop()
 
-    view, looked = directory.view, directory.looked
-    return KnownPeers(node, view, checkpoint=checkpoint, looked=looked, others=others, stop=stop)
+    view, refreshed_at = directory.view, directory.refreshed_at
+    return KnownPeers(node, view, checkpoint=checkpoint, refreshed_at=refreshed_at, others=others, stop=stop)

@@ -10,19 +10,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
-from kwflow.errors import KwflowError
+from kwflow.errors import KwargError, KwflowError
+from kwflow.wire.fields import read_fields
+from kwflow.wire.hello import MAX_LAYERS
 
 MODELS = "kwflow/models"
 TTL_SECONDS = 30.0
 RENEW_SECONDS = 10.0
 REFRESH_SECONDS = 3.0
 READ_SECONDS = 10.0  # a read behind a stopped peer takes 3
-MAX_LAYERS, MAX_ADDRS = 10_000, 32  # in a record that we believe
+MAX_ADDRS = 32  # in a record that we believe
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +53,24 @@ class WorkerRecord:
     version: str = ""
     throughput: float = 0.0  # tokens per second through the span, as the worker measured it; 0: not measured
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.layers <= MAX_LAYERS:
+            raise KwargError(
+                f"a record of layers {self.start}:{self.stop} of {self.layers}; 0 <= start < stop <= layers "
+                f"<= {MAX_LAYERS} is possible"
+            )
+        if len(self.addrs) > MAX_ADDRS or self.throughput < 0:
+            raise KwargError(f"a record of {len(self.addrs)} addresses, at most {MAX_ADDRS}, and {self.throughput:g}/s")
+
+    def to_json(self) -> dict[str, Any]:
+        """What is stored, by model and layer under the peer's id."""
+        return {name: value for name, value in asdict(self).items() if name not in ("model", "peer")}
+
+    @classmethod
+    def from_json(cls, json: Any, *, model: str, peer: str) -> WorkerRecord:
+        """Read what anybody may have stored. Raises KwargError."""
+        return read_fields(cls, json, model=model, peer=peer)
+
 
 @dataclass(frozen=True)
 class ModelRecord:
@@ -60,13 +80,26 @@ class ModelRecord:
     layers: int
     checkpoint: str = ""
 
+    def __post_init__(self) -> None:
+        if not 0 < self.layers <= MAX_LAYERS:
+            raise KwargError(f"a record of a model of {self.layers} layers; 1 to {MAX_LAYERS} are possible")
+
+    def to_json(self) -> dict[str, Any]:
+        """What is stored under the model's name."""
+        return {"layers": self.layers, "checkpoint": self.checkpoint}
+
+    @classmethod
+    def from_json(cls, json: Any, *, model: str) -> ModelRecord:
+        """Read what anybody may have stored. Raises KwargError."""
+        return read_fields(cls, json, model=model)
+
 
 @asynccontextmanager
 async def announced(
     node: Store, record: WorkerRecord, *, ttl: float = TTL_SECONDS, period: float = RENEW_SECONDS
 ) -> AsyncIterator[None]:
     """Keep a worker in the directory for as long as the context lasts; on return from its start it can be found."""
-    records = _written(record)
+    records = _by_key(record)
     await node.store(records, ttl)
     renewing = asyncio.create_task(_renew(node, records, ttl, period), name="kwflow announce")
     try:
@@ -104,28 +137,28 @@ class Directory:
     def __init__(self, node: Store, model: str, layers: int, *, period: float = REFRESH_SECONDS):
         self._node, self._model, self._layers, self._period = node, model, layers, period
         self._view: tuple[WorkerRecord, ...] = ()
-        self._seen = float("-inf")  # when a read last found anything
-        self._looked = float("-inf")  # when the last read began
+        self._last_result = float("-inf")  # when a read last found anything
+        self._refreshed_at = float("-inf")  # when the last read began
         self._refreshing: asyncio.Task[None] | None = None
 
     def view(self) -> tuple[WorkerRecord, ...]:
         """The workers found by the last read, by their span and peer id; nothing is awaited."""
         return self._view
 
-    def looked(self) -> float:
+    def refreshed_at(self) -> float:
         """From when on, by time.monotonic(), the view is."""
-        return self._looked
+        return self._refreshed_at
 
     async def refresh(self) -> tuple[WorkerRecord, ...]:
         """Read the directory now. Raises TimeoutError."""
         began = time.monotonic()
         async with asyncio.timeout(READ_SECONDS):
-            found = await self._node.get(_key(self._model, layer) for layer in range(self._layers))
+            by_key = await self._node.get(_key(self._model, layer) for layer in range(self._layers))
         now = time.monotonic()
-        if found or now - self._seen > TTL_SECONDS:  # not even a record of who is gone: perhaps nobody answered
-            self._view = _records(self._model, self._layers, found)
-        if found:
-            self._seen, self._looked = now, began
+        if by_key or now - self._last_result > TTL_SECONDS:  # not even a record of who is gone: perhaps nobody answered
+            self._view = _records(self._model, self._layers, by_key)
+        if by_key:
+            self._last_result, self._refreshed_at = now, began
         for record in self._view:
             self._node.learn(record.peer, record.addrs)
         return self._view
@@ -155,63 +188,59 @@ async def workers(node: Store, model: str, layers: int) -> tuple[WorkerRecord, .
     return _records(model, layers, await node.get(_key(model, layer) for layer in range(layers)))
 
 
-def _records(model: str, layers: int, found: Mapping[str, Mapping[str, Any]]) -> tuple[WorkerRecord, ...]:
-    said: dict[str, list[Any]] = {}
-    for entry in found.values():
+def _records(model: str, layers: int, by_key: Mapping[str, Mapping[str, Any]]) -> tuple[WorkerRecord, ...]:
+    by_peer: dict[str, list[Any]] = {}
+    for entry in by_key.values():
         for peer, value in entry.items():
-            said.setdefault(peer, []).append(value)
-    records = [_worker(model, peer, values[-1]) for peer, values in said.items() if None not in values]
-    live = [record for record in records if record is not None and record.stop <= layers]
+            by_peer.setdefault(peer, []).append(value)
+    latest = {peer: values[-1] for peer, values in by_peer.items() if None not in values}  # None: it is gone
+    live = [record for record in _workers(model, latest) if record.stop <= layers]
     return tuple(sorted(live, key=lambda record: (record.start, record.stop, record.peer)))
 
 
 async def learn(node: Store, model: str, layer: int) -> set[str]:
     """Read who serves one layer, for ``node.open`` to find; returns their peer ids."""
     async with asyncio.timeout(READ_SECONDS):
-        found = await node.get([_key(model, layer)])
-    said = found.get(_key(model, layer), {})
-    records = [_worker(model, peer, value) for peer, value in said.items()]
+        by_key = await node.get([_key(model, layer)])
+    records = _workers(model, by_key.get(_key(model, layer), {}))
     for record in records:
-        if record is not None:
-            node.learn(record.peer, record.addrs)
-    return {record.peer for record in records if record is not None}
+        node.learn(record.peer, record.addrs)
+    return {record.peer for record in records}
 
 
 async def models(node: Store) -> tuple[ModelRecord, ...]:
     """Read which models are served at all."""
-    found = (await node.get([MODELS])).get(MODELS, {})
-    records = [_model(name, value) for name, value in sorted(found.items())]
-    return tuple(record for record in records if record is not None)
+    by_name = (await node.get([MODELS])).get(MODELS, {})
+    records = []
+    for name, value in sorted(by_name.items()):
+        with _left_out():
+            records.append(ModelRecord.from_json(value, model=name))
+    return tuple(records)
 
 
 def _key(model: str, layer: int) -> str:
     return f"kwflow/{model}/{layer}"
 
 
-def _written(record: WorkerRecord) -> dict[str, tuple[str, Any]]:
-    value = {name: part for name, part in asdict(record).items() if name not in ("model", "peer")}
-    spread = {_key(record.model, layer): (record.peer, value) for layer in range(record.start, record.stop)}
-    return {**spread, MODELS: (record.model, {"layers": record.layers, "checkpoint": record.checkpoint})}
+def _by_key(record: WorkerRecord) -> dict[str, tuple[str, Any]]:
+    """A worker's record under each of its layers, and its model's."""
+    value, model = record.to_json(), ModelRecord(record.model, record.layers, record.checkpoint)
+    by_layer = {_key(record.model, layer): (record.peer, value) for layer in range(record.start, record.stop)}
+    return {**by_layer, MODELS: (record.model, model.to_json())}
 
 
-def _worker(model: str, peer: str, value: Any) -> WorkerRecord | None:
-    """Read a record that anyone may have written; fields that this version does not know are left out."""
-    match value:
-        case {
-            "addrs": list() | tuple() as addrs,
-            "start": int(start),
-            "stop": int(stop),
-            "layers": int(layers),
-            "checkpoint": str(checkpoint),
-            "version": str(version),
-            "throughput": int() | float() as throughput,
-        } if 0 <= start < stop <= layers and len(addrs) <= MAX_ADDRS and all(isinstance(addr, str) for addr in addrs):
-            return WorkerRecord(model, peer, tuple(addrs), start, stop, layers, checkpoint, version, float(throughput))
-    return None
+def _workers(model: str, by_peer: Mapping[str, Any]) -> list[WorkerRecord]:
+    records = []
+    for peer, value in by_peer.items():
+        with _left_out():
+            records.append(WorkerRecord.from_json(value, model=model, peer=peer))
+    return records
 
 
-def _model(name: str, value: Any) -> ModelRecord | None:
-    match value:
-        case {"layers": int(layers), "checkpoint": str(checkpoint)} if 0 < layers <= MAX_LAYERS:
-            return ModelRecord(name, layers, checkpoint)
-    return None
+@contextmanager
+def _left_out() -> Iterator[None]:
+    """Go on without a record that does not read as one: anybody may have stored it."""
+    try:
+        yield
+    except KwargError as error:
+        log.debug("a record is left out: %s", error)

@@ -193,7 +193,7 @@ class Node:
     async def get(self, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Read the latest ``{key: {subkey: value}}`` from the DHT, without what has expired."""
         await self._rejoin()
-        found: dict[str, Any] = await self._dht.get_many(list(keys), sufficient_expiration_time=float("inf"))
+        entries: dict[str, Any] = await self._dht.get_many(list(keys), sufficient_expiration_time=float("inf"))
         now = time.time()
         return {
             key: {
@@ -201,7 +201,7 @@ class Node:
                 for subkey, item in entry.value.items()
                 if isinstance(subkey, str) and item.expiration_time > now
             }
-            for key, entry in found.items()
+            for key, entry in entries.items()
             if entry is not None and isinstance(entry.value, dict)
         }
 

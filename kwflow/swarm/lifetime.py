@@ -100,11 +100,11 @@ def answers(path: str) -> bool:
 
 
 class ChildFailed(Exception):
-    """A child that ended, or reported an error, before it was ready. ``said`` is its report, by ``errors.to_wire``."""
+    """A child that ended, or reported an error, before it was ready. ``report`` is its error, by ``errors.to_wire``."""
 
-    def __init__(self, message: str, said: Mapping[str, Any] | None = None):
+    def __init__(self, message: str, report: Mapping[str, Any] | None = None):
         super().__init__(message)
-        self.said = said
+        self.report = report
 
 
 class Child:
@@ -128,7 +128,7 @@ class Child:
         assert self._process.stdin is not None and self._process.stdout is not None
         self.pid, self._down, self._up = self._process.pid, self._process.stdin, self._process.stdout
         os.set_blocking(self._down.fileno(), False)
-        self._line, self._asked, self._turn = bytearray(), 0, threading.Lock()
+        self._line, self._requests, self._turn = bytearray(), 0, threading.Lock()
         self._guard: subprocess.Popen[bytes] | None = None
         disown_in_forks(self)
 
@@ -161,11 +161,11 @@ class Child:
         data = os.read(self._up.fileno(), 1 << 16)
         self._line += data
         if self._line.endswith(b"\n"):
-            said = json.loads(self._line)
+            message = json.loads(self._line)
             self._line.clear()
-            if "error" in said:
-                raise ChildFailed(said["error"]["message"], said["error"])
-            return said
+            if "error" in message:
+                raise ChildFailed(message["error"]["message"], message["error"])
+            return message
         if not data:
             raise ChildFailed(f"process {self.pid} ended with exit code {self._process.wait(timeout=5.0)}")
         return None
@@ -173,12 +173,12 @@ class Child:
     def ask(self, what: Mapping[str, Any], deadline: float) -> dict[str, Any]:
         """Ask a child that is ready for something and wait until it is done. Raises ChildFailed, TimeoutError."""
         with self._turn:
-            self._asked += 1
-            self.send(json.dumps({"number": self._asked, **what}).encode(), deadline)
-            while (said := self.report()) is None or said["number"] != self._asked:
+            self._requests += 1
+            self.send(json.dumps({"number": self._requests, **what}).encode(), deadline)
+            while (answer := self.report()) is None or answer["number"] != self._requests:
                 if not select.select([self._up], [], [], max(0.0, deadline - time.monotonic()))[0]:
                     raise TimeoutError(f"process {self.pid} does not answer")
-            return said
+            return answer
 
     def log(self, size: int = 1 << 20) -> str:
         """The last ``size`` bytes of what the child has printed; also after its end."""
@@ -281,10 +281,10 @@ class Parent:
 
         def serve() -> None:
             while True:
-                said = json.loads(self._messages.get())
-                number = said.pop("number")
+                request = json.loads(self._messages.get())
+                number = request.pop("number")
                 try:
-                    answer = asyncio.run_coroutine_threadsafe(command(said), loop).result()
+                    answer = asyncio.run_coroutine_threadsafe(command(request), loop).result()
                 except Exception as error:  # noqa: BLE001  the parent hears of it
                     answer = {"error": to_wire(error)}
                 self._report({"number": number, **answer})
@@ -295,9 +295,9 @@ class Parent:
         """Report why this worker cannot serve; then exit."""
         self._report({"error": to_wire(error)})
 
-    def _report(self, said: Mapping[str, Any]) -> None:
+    def _report(self, message: Mapping[str, Any]) -> None:
         try:
-            os.write(self._up, json.dumps(said).encode() + b"\n")
+            os.write(self._up, json.dumps(message).encode() + b"\n")
         except BrokenPipeError:  # the parent is gone; the watcher ends us
             return
 

@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, Protocol, Self
 
 from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
+from kwflow.kwargs.schema import Span
 from kwflow.kwargs.tree import as_int
 from kwflow.show.progress import bar
 from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_imports
@@ -27,8 +28,6 @@ from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_impo
 READY_SECONDS = 120.0
 TELL_SECONDS = 10.0
 LOOK_SECONDS = 0.5  # between two looks at who is ready, for the bar
-
-Span = tuple[int, int]
 
 
 class Client(Protocol):
@@ -125,8 +124,8 @@ class LocalSwarm:
     def _introduce(self, new: Sequence[LocalWorker], deadline: float, shown: Any) -> None:
         """Let all load at once; the first in the swarm gets no addresses to join, the others get its."""
         peers, waiting = self.peers, list(new)
-        told = new if peers else new[:1]
-        for worker in told:
+        introduced = new if peers else new[:1]
+        for worker in introduced:
             worker.child.send(json.dumps(peers).encode(), deadline)
         while waiting:
             left = max(0.0, deadline - time.monotonic())
@@ -140,8 +139,8 @@ class LocalSwarm:
                     continue
                 worker.peer, worker.addrs = report["peer"], report["addrs"]
                 waiting.remove(worker)
-                if worker is told[0] and told is not new:
-                    told = new
+                if worker is introduced[0] and introduced is not new:
+                    introduced = new
                     for other in new[1:]:
                         other.child.send(json.dumps(worker.addrs).encode(), deadline)
             shown.update(len(new) - len(waiting) - shown.n)  # to its end: a notebook keeps one that fell short, in red
@@ -283,9 +282,9 @@ def _pickled(function: Callable[..., Any]) -> bytes:
 
 def _explain(worker: LocalWorker, error: ChildFailed) -> Exception:
     message = f"{error}\n{worker.child.last_words()}"
-    if error.said is None:
+    if error.report is None:
         return WorkerFailed(f"{worker!r} cannot serve: {message}", span=worker.span)
-    return from_wire({**error.said, "message": message, "span": list(worker.span)}, peer=str(worker.pid))
+    return from_wire({**error.report, "message": message, "span": list(worker.span)}, peer=str(worker.pid))
 
 
 def end_with_swarm(client: Client, peers: Sequence[str]) -> None:
@@ -298,7 +297,7 @@ def end_with_swarm(client: Client, peers: Sequence[str]) -> None:
 def _close(workers: list[LocalWorker], clients: weakref.WeakSet[Client]) -> None:
     for worker in workers:
         worker.child.end()
-    ours = {worker.peer for worker in workers}
+    peers = {worker.peer for worker in workers}
     for client in list(clients):
-        if all(one.peer in ours for one in client.known()):
+        if all(known.peer in peers for known in client.known()):
             client.close()

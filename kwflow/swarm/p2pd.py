@@ -60,9 +60,9 @@ class Daemon:
         while not answers(self.control):
             if not self.alive or time.monotonic() > deadline:
                 self._log.seek(0)
-                said = self._log.read()[-500:].decode(errors="replace").strip()
+                output = self._log.read()[-500:].decode(errors="replace").strip()
                 code = self._process.poll()
-                raise OSError(f"{f'no answer in {timeout:g} s' if code is None else f'exit code {code}'}: {said}")
+                raise OSError(f"{f'no answer in {timeout:g} s' if code is None else f'exit code {code}'}: {output}")
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
@@ -91,7 +91,7 @@ def _end(process: subprocess.Popen[bytes], log: IO[bytes], sockets: Sequence[str
 
 def _fds_on(paths: set[str]) -> list[int]:
     """This process's unix sockets that are bound or connected to one of ``paths``."""
-    found = []
+    numbers = []
     for name in os.listdir("/dev/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -106,5 +106,5 @@ def _fds_on(paths: set[str]) -> list[int]:
             with suppress(OSError):  # a listening socket has no peer
                 ends.add(end.getpeername())
             if ends & paths:
-                found.append(int(name))
-    return found
+                numbers.append(int(name))
+    return numbers

@@ -49,8 +49,8 @@ def function_id(fn: Callable[..., Any]) -> str:
         return f"{fn.__module__}:{name}"
     cells = [repr(cell.cell_contents) for cell in fn.__closure__ or ()]
     consts = [c for c in code.co_consts if not hasattr(c, "co_code")]
-    said = repr((code.co_code.hex(), consts, code.co_names, fn.__defaults__, fn.__kwdefaults__, cells))
-    return f"{fn.__module__}:{name}:{hashlib.sha256(said.encode()).hexdigest()[:12]}"
+    code_text = repr((code.co_code.hex(), consts, code.co_names, fn.__defaults__, fn.__kwdefaults__, cells))
+    return f"{fn.__module__}:{name}:{hashlib.sha256(code_text.encode()).hexdigest()[:12]}"
 
 
 async def serve(

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # ---- the client's side -----------------------------------------------------------------------------------
 
 
-class _Inbox:
+class _ReplyReader:
     """What has come from a worker: bytes, the reply that is awaited, and why no more will come."""
 
     def __init__(self, peer: str, limits: Limits):
@@ -82,36 +82,36 @@ class StreamChannel:
         silence: float = SILENCE_SECONDS,
     ):
         self.peer, self.bytes_sent = peer, 0
-        self._inbox, self._writer, self._limits, self._silence = _Inbox(peer, limits), writer, limits, silence
+        self._replies, self._writer, self._limits, self._silence = _ReplyReader(peer, limits), writer, limits, silence
         self._turn = asyncio.Lock()
-        # The task holds the inbox, not the channel: a channel that nobody holds is collected, and its stream closed.
-        self._filling = asyncio.create_task(self._inbox.fill(reader), name=f"kwflow stream to {peer[-8:]}")
+        # The task holds the reader, not the channel: a channel that nobody holds is collected, and its stream closed.
+        self._filling = asyncio.create_task(self._replies.fill(reader), name=f"kwflow stream to {peer[-8:]}")
         loop = asyncio.get_running_loop()
         self._dropped = weakref.finalize(self, _drop, loop, writer, self._filling)
         self._dropped.atexit = False
 
     @property
     def bytes_received(self) -> int:
-        return self._inbox.received
+        return self._replies.received
 
     @property
     def closed(self) -> bool:
-        return self._inbox.over is not None
+        return self._replies.over is not None
 
     async def heard(self) -> None:
         """Wait for the first byte. Raises WorkerFailed on EOF."""
-        await self._inbox.heard.wait()
-        if self._inbox.over is not None:
-            raise self._inbox.over
+        await self._replies.heard.wait()
+        if self._replies.over is not None:
+            raise self._replies.over
 
     async def __call__(self, request: Message) -> Message:
         async with self._turn:
-            if self._inbox.over is not None:
-                raise WorkerFailed(str(self._inbox.over), peer=self.peer) from self._inbox.over
+            if self._replies.over is not None:
+                raise WorkerFailed(str(self._replies.over), peer=self.peer) from self._replies.over
             parts = frames(dumps(request, self._limits))
             loop = asyncio.get_running_loop()
-            reply = self._inbox.reply = loop.create_future()
-            self._inbox.quiet = 0.0
+            reply = self._replies.reply = loop.create_future()
+            self._replies.quiet = 0.0
             self._watch(loop.time())
             sending = self._send(parts)
             try:
@@ -120,7 +120,7 @@ class StreamChannel:
                 self._close(f"its last request ended with {type(error).__name__}: {error}")
                 raise
             finally:
-                self._inbox.reply = None
+                self._replies.reply = None
                 self._watching.cancel()
                 if sending is not None:
                     sending.cancel()
@@ -142,19 +142,19 @@ class StreamChannel:
                 self._writer.write(part)
                 self.bytes_sent += len(part)
         except OSError as error:
-            self._inbox.end(WorkerFailed(f"the stream to worker {self.peer[-8:]} broke: {error}", peer=self.peer))
+            self._replies.end(WorkerFailed(f"the stream to worker {self.peer[-8:]} broke: {error}", peer=self.peer))
 
     def _watch(self, before: float) -> None:
         """Count the silence in ticks; one that our own loop comes to late counts as two at most."""
         loop = asyncio.get_running_loop()
-        self._inbox.quiet += min(loop.time() - before, 2 * TICK_SECONDS)
-        if self._inbox.quiet > self._silence:
+        self._replies.quiet += min(loop.time() - before, 2 * TICK_SECONDS)
+        if self._replies.quiet > self._silence:
             why = f"worker {self.peer[-8:]} has been silent for {self._silence:g} s"
-            self._inbox.end(WorkerFailed(why, peer=self.peer))
+            self._replies.end(WorkerFailed(why, peer=self.peer))
         self._watching = loop.call_later(TICK_SECONDS, self._watch, loop.time())
 
     def _close(self, why: str) -> None:
-        self._inbox.end(WorkerFailed(f"the channel to worker {self.peer[-8:]} is closed: {why}", peer=self.peer))
+        self._replies.end(WorkerFailed(f"the channel to worker {self.peer[-8:]} is closed: {why}", peer=self.peer))
         self._filling.cancel()
         self._dropped.detach()
         self._writer.transport.abort()  # what is still unsent is of no use to anyone
@@ -238,16 +238,16 @@ async def _receive(
     reader: asyncio.StreamReader, requests: asyncio.Queue[bytearray], limits: Limits
 ) -> KwflowError | None:
     """Drain the stream into ``requests`` until EOF; return why not, if it has to be refused."""
-    decoder, held = Frames(limits.message_bytes), 0
+    decoder, buffered = Frames(limits.message_bytes), 0
     while data := await reader.read(BUFFER_BYTES):
-        held += len(data)
+        buffered += len(data)
         try:
             for kind, payload in decoder.feed(data):
                 if kind is Kind.LAST:
-                    held = 0
+                    buffered = 0
                     requests.put_nowait(payload)
         except ProtocolError as error:
-            if held + FRAME_BYTES > limits.message_bytes:
+            if buffered + FRAME_BYTES > limits.message_bytes:
                 return BudgetError(f"a request over this worker's limit of {limits.message_bytes} bytes")
             return error
         except asyncio.QueueFull:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kwflow.errors import WorkerFailed, from_wire
+from kwflow.kwargs.schema import Span
 from kwflow.wire.message import Message
 
 DIAL_SECONDS = 5.0
@@ -78,9 +79,9 @@ async def call(channel: Channel, request: Message) -> Message:
     except WorkerFailed as error:
         error.peer = error.peer or channel.peer
         raise
-    said = reply.meta.get("error")
-    if isinstance(said, Mapping):
-        raise from_wire(said, peer=channel.peer)
+    description = reply.meta.get("error")
+    if isinstance(description, Mapping):
+        raise from_wire(description, peer=channel.peer)
     return reply
 
 
@@ -89,7 +90,7 @@ class Timing:
     """One request for some layers and its reply, as the client saw them; times in seconds. See ``flow.timed``."""
 
     op: str  # forward, derivative (backward, jvp and others) or step
-    layers: tuple[int, int]
+    layers: Span
     peer: str
     began: float  # by time.perf_counter()
     seconds: float  # in all: from the request to its reply, on a stream that is open
@@ -151,7 +152,7 @@ class Pool:
             self.bytes_received += received
         if self._watching and "span" in request.meta:
             seconds = time.perf_counter() - began
-            spent = {name: _said(reply, name, seconds) for name in ("waited", "queue", "compute")}
+            spent = {name: _announced_seconds(reply, name, seconds) for name in ("waited", "queue", "compute")}
             op = "derivative" if "ops" in request.meta else "step" if request.meta["op"] == "step" else "forward"
             start, stop = request.meta["span"]
             moved = {"bytes_sent": sent, "bytes_received": received}
@@ -170,7 +171,7 @@ class Pool:
             yield timings
         finally:
             with self._lock:
-                self._watching = tuple(own for own in self._watching if own is not timings)
+                self._watching = tuple(watching for watching in self._watching if watching is not timings)
 
     async def aclose(self) -> None:
         for channels in self._idle.values():
@@ -178,9 +179,9 @@ class Pool:
                 await channels.pop().aclose()
 
 
-def _said(reply: Message, name: str, seconds: float) -> float:
+def _announced_seconds(reply: Message, name: str, seconds: float) -> float:
     """What a worker says that something took, up to the ``seconds`` of the whole; 0 where it says no such thing."""
-    said = reply.meta.get(name)
-    if not isinstance(said, int | float) or isinstance(said, bool) or not 0 <= said <= seconds:
+    value = reply.meta.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= seconds:
         return 0.0
-    return float(said)
+    return float(value)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from kwflow.blocks.span import SpanSpec
 from kwflow.version import __version__
+from kwflow.wire.hello import Fingerprint, Hello, WorkerLimits
 from kwflow.wire.message import PROTOCOL
 
 FEATURES = (
@@ -17,45 +15,45 @@ FEATURES = (
 )
 
 
-def hello(spec: SpanSpec, model: str, limits: Mapping[str, int], threads: int) -> dict[str, Any]:
-    """What a client learns before its first call."""
-    return {
-        "protocol": PROTOCOL,
-        "version": __version__,
-        "features": features(spec),
-        "model": model,
-        "span": [spec.start, spec.stop],
-        "dtype": _name(spec.dtype),
-        "quantization": spec.identity.get("quantization", ""),
-        "device": str(spec.device),
-        "schema": spec.schema.to_json(),
-        "limits": limits,
-        "fingerprint": fingerprint(spec, threads),
-        "layers": spec.identity.get("layers", []),
-    }
+def hello(spec: SpanSpec, model: str, limits: WorkerLimits, threads: int, *, push: bool = False) -> Hello:
+    """What a client learns before its first call; ``push``: whether it can hand outputs on to other workers."""
+    return Hello(
+        protocol=PROTOCOL,
+        version=__version__,
+        features=(*features(spec), "push") if push else features(spec),
+        model=model,
+        span=(spec.start, spec.stop),
+        dtype=_name(spec.dtype),
+        quantization=spec.identity.get("quantization", ""),
+        device=str(spec.device),
+        schema=spec.schema,
+        limits=limits,
+        fingerprint=fingerprint(spec, threads),
+        layers=tuple(spec.identity.get("layers", ())),
+    )
 
 
-def fingerprint(spec: SpanSpec, threads: int) -> dict[str, Any]:
+def fingerprint(spec: SpanSpec, threads: int) -> Fingerprint:
     """What must be equal on both sides for bitwise equal values (law 1 in CONTRIBUTING.md)."""
-    return {
-        "checkpoint": spec.identity.get("checkpoint", ""),
-        "dtype": _name(spec.dtype),
-        "quantization": spec.identity.get("quantization", ""),
-        "device": processor(spec.device),
-        "torch": str(torch.__version__),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "matmul": torch.get_float32_matmul_precision(),  # "highest": no TF32, no bfloat16 inside float32 products
-        "threads": threads,
-        "attention": spec.identity.get("attention", ""),
-        "block_fn": spec.identity.get("block_fn", ""),
-    }
+    return Fingerprint(
+        checkpoint=spec.identity.get("checkpoint", ""),
+        dtype=_name(spec.dtype),
+        quantization=spec.identity.get("quantization", ""),
+        device=processor(spec.device),
+        torch=str(torch.__version__),
+        isa=torch.backends.cpu.get_cpu_capability(),
+        matmul=torch.get_float32_matmul_precision(),
+        threads=threads,
+        attention=spec.identity.get("attention", ""),
+        block_fn=spec.identity.get("block_fn", ""),
+    )
 
 
-def features(spec: SpanSpec) -> list[str]:
+def features(spec: SpanSpec) -> tuple[str, ...]:
     """What this worker can do."""
     # int8 rounds activations, whatever the precision around it; MPS has no float64
     lacks = {"float64"} if spec.identity.get("quantization") == "int8" or spec.device.type == "mps" else set()
-    return [feature for feature in FEATURES if feature not in lacks]
+    return tuple(feature for feature in FEATURES if feature not in lacks)
 
 
 def processor(device: torch.device) -> str:

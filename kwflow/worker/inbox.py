@@ -23,14 +23,14 @@ class Inbox:
 
     def __init__(self) -> None:
         self._done = 0  # the last step that was taken
-        self._came: tuple[int, Tensor | None] | None = None  # the latest one that is not taken yet
+        self._latest: tuple[int, Tensor | None] | None = None  # the latest one that is not taken yet
         self._news = asyncio.Event()
 
     def put(self, number: int, hidden: Tensor | None) -> bool:
         """Bring a step's hidden (batch, seq, hidden), or word that it is given up; False if it is not needed."""
-        if number <= self._done or (self._came is not None and number <= self._came[0]):
+        if number <= self._done or (self._latest is not None and number <= self._latest[0]):
             return False
-        self._came = number, hidden
+        self._latest = number, hidden
         self._news.set()
         return True
 
@@ -38,16 +38,16 @@ class Inbox:
         """Wait for a step's hidden. Raises WorkerFailed."""
         try:
             async with asyncio.timeout(min(seconds, LONGEST_WAIT)):
-                while self._came is None or self._came[0] < number:
+                while self._latest is None or self._latest[0] < number:
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
             raise WorkerFailed(f"nobody has handed on step {number} in {seconds:g} s") from None
-        came, hidden = self._came
+        number_of_last, hidden = self._latest
         self._done = max(self._done, number)
-        if came != number or hidden is None:
+        if number_of_last != number or hidden is None:
             raise WorkerFailed(f"step {number} was given up")
-        self._came = None
+        self._latest = None
         return hidden
 
 

@@ -8,23 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow.blocks.span import SpanSpec
-from kwflow.errors import KwargError, SessionError, ShapeError, UnsupportedError
+from kwflow.errors import KwargError, SessionError, UnsupportedError
 from kwflow.kwargs.axes import describe
-from kwflow.kwargs.bound import Bound
+from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.builtin import CHOSEN
 
 MAX_ORDER, MAX_OPERATIONS = 4, 8  # derivatives, and operations in all, of one request
 MAX_REORDERS = 256  # of one step
-
-
-def check_hidden(hidden: Tensor, spec: SpanSpec) -> None:
-    """Raise ShapeError or KwargError unless hidden is a float tensor (batch, seq, hidden) of the model's width."""
-    width = spec.schema.sizes["hidden"]
-    if hidden.dim() != 3 or hidden.shape[2] != width:
-        raise ShapeError(f"hidden is {describe(hidden)}; these blocks take (batch, seq, {width})")
-    if not hidden.is_floating_point():
-        raise KwargError(f"hidden is {describe(hidden)}; these blocks take floating point")
 
 
 def sizes_of(hidden: Tensor) -> dict[str, int]:
@@ -51,20 +41,20 @@ def read_count(meta: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def own(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
     """On the blocks' device, in memory that holds nothing else of the message it came in."""
     moved = tensor.to(device)
     return moved.clone() if moved.untyped_storage().nbytes() > moved.nbytes else moved
 
 
-def read(tree: Any, span: tuple[int, int], held: Bound | None = None) -> tuple[Tensor, Bound, list[Tensor]]:
-    """What a request carries: hidden, kwargs, and what its operations are given; ``held``: the step before's kwargs."""
+def read_request(tree: Any, span: Span, previous: Bound | None = None) -> tuple[Tensor, Bound, list[Tensor]]:
+    """What a request carries: hidden, kwargs, its operations' arguments. ``previous``: the kwargs of the last step."""
     if not isinstance(tree, dict) or not isinstance(tree.get("hidden"), Tensor):
         raise KwargError("a request carries hidden, a tensor, by that name")
-    given = tree.get("given", [])
-    if not isinstance(given, list) or not all(isinstance(t, Tensor) for t in given):
+    arguments = tree.get("given", [])
+    if not isinstance(arguments, list) or not all(isinstance(t, Tensor) for t in arguments):
         raise KwargError("what a request's operations are given is a list of tensors")
-    return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", []), held), given
+    return tree["hidden"], Bound.from_tree(span, tree.get("kwargs", []), previous), arguments
 
 
 def unmapped(operations: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor], bound: Bound) -> list[Tensor]:
@@ -95,26 +85,28 @@ def unmapped(operations: Sequence[Mapping[str, Any]], tensors: Sequence[Tensor],
     return left
 
 
-def read_reorders(said: Any, batch: int) -> list[tuple[int, list[int]]]:
+def read_reorders(value: Any, batch: int) -> list[tuple[int, list[int]]]:
     """Beam reorders of a step: numbered, each a new order of the rows."""
-    if not isinstance(said, list) or len(said) > MAX_REORDERS:
+    if not isinstance(value, list) or len(value) > MAX_REORDERS:
         raise SessionError(f"a step carries at most {MAX_REORDERS} reorders, each [number, rows]")
-    for one in said:
-        if not (isinstance(one, list) and len(one) == 2 and type(one[0]) is int and isinstance(one[1], list)):
-            raise SessionError(f"a reorder is [number, rows], got {one!r:.80}")
-        if len(one[1]) != batch or not all(type(row) is int and 0 <= row < batch for row in one[1]):
-            raise SessionError(f"reorder takes {batch} row numbers below {batch}, got {one[1]!r:.80}")
-    return [(number, rows) for number, rows in said]
+    for reorder in value:
+        if not (
+            isinstance(reorder, list) and len(reorder) == 2 and type(reorder[0]) is int and isinstance(reorder[1], list)
+        ):
+            raise SessionError(f"a reorder is [number, rows], got {reorder!r:.80}")
+        if len(reorder[1]) != batch or not all(type(row) is int and 0 <= row < batch for row in reorder[1]):
+            raise SessionError(f"reorder takes {batch} row numbers below {batch}, got {reorder[1]!r:.80}")
+    return [(number, rows) for number, rows in value]
 
 
-def read_operations(said: Any) -> list[dict[str, Any]]:
+def read_operations(value: Any) -> list[dict[str, Any]]:
     known = {"vjp", "jvp", "vmap"}
-    if not isinstance(said, list) or not all(isinstance(o, dict) and len(known & o.keys()) == 1 for o in said):
-        raise UnsupportedError(f"operations {said!r:.200} are not a list of vjp, jvp and vmap")
-    orders = sum("vmap" not in operation for operation in said)
-    if orders > MAX_ORDER or len(said) > MAX_OPERATIONS:
+    if not isinstance(value, list) or not all(isinstance(o, dict) and len(known & o.keys()) == 1 for o in value):
+        raise UnsupportedError(f"operations {value!r:.200} are not a list of vjp, jvp and vmap")
+    orders = sum("vmap" not in operation for operation in value)
+    if orders > MAX_ORDER or len(value) > MAX_OPERATIONS:
         raise UnsupportedError(
-            f"{orders} derivatives in {len(said)} operations; a worker nests {MAX_ORDER} in {MAX_OPERATIONS} at most, "
+            f"{orders} derivatives in {len(value)} operations; a worker nests {MAX_ORDER} in {MAX_OPERATIONS} at most, "
             f"since each doubles the work"
         )
-    return said
+    return value

@@ -32,28 +32,29 @@ from kwflow.errors import (
     WorkerFull,
     to_wire,
 )
+from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.bind import check_bound
-from kwflow.kwargs.bound import Bound
-from kwflow.kwargs.prefix_kv import length
+from kwflow.kwargs.bound import Bound, Span
+from kwflow.kwargs.hidden import check_hidden
 from kwflow.version import __version__
+from kwflow.wire.hello import Hello, WorkerLimits
 from kwflow.wire.message import Message
 from kwflow.worker.compute import BACKWARD, DECODE, FORWARD, PREFILL, Compute
 from kwflow.worker.hello import features, hello
 from kwflow.worker.inbox import Inbox, Neighbour
 from kwflow.worker.requests import (
     MAX_ORDER,
-    check_hidden,
+    copy_to,
     key_size,
-    own,
-    read,
     read_count,
     read_operations,
     read_reorders,
+    read_request,
     sizes_of,
     take_mask,
     unmapped,
 )
-from kwflow.worker.sessions import Session
+from kwflow.worker.sessions import SessionState
 
 MAX_NAME = 64
 
@@ -70,19 +71,20 @@ class Served:
         self, spec: SpanSpec, *, model: str = "", kv_bytes: int = DEFAULT_KV_BYTES, batch_tokens: int = 1 << 16
     ):
         self.spec, self.model = spec, model
-        self.limits = {"kv_bytes": kv_bytes, "batch_tokens": batch_tokens, "order": MAX_ORDER}
+        self.kv_bytes, self.batch_tokens = kv_bytes, batch_tokens
         self.compute = Compute()
         self.kv_used = 0
         self.neighbours: Neighbour | None = None  # how other workers are reached, if they are
         self.inboxes: dict[str, Inbox] = {}  # of sessions, by name
         self._handing: set[asyncio.Task[None]] = set()
 
-    def hello(self) -> dict[str, Any]:
+    def hello(self) -> Hello:
         """What a client learns before its first call."""
-        said = hello(self.spec, self.model, self.limits, self.compute.threads)
-        return said if self.neighbours is None else {**said, "features": [*said["features"], "push"]}
+        limits = WorkerLimits(kv_bytes=self.kv_bytes, batch_tokens=self.batch_tokens, order=MAX_ORDER)
+        push = self.neighbours is not None
+        return hello(self.spec, self.model, limits, self.compute.threads, push=push)
 
-    def hand_on(self, session: Session, number: int, hidden: Tensor) -> None:
+    def hand_on(self, session: SessionState, number: int, hidden: Tensor) -> None:
         """Bring the next worker a step's hidden; the client does it where this fails."""
         neighbours = self.neighbours
         if session.next is None or neighbours is None:
@@ -120,7 +122,7 @@ class ClientConnection:
 
     def __init__(self, served: Served, remote: str):
         self.served, self.remote = served, remote
-        self.session: Session | None = None
+        self.session: SessionState | None = None
         self.closed = False
 
     async def handle(self, request: Message) -> Message:
@@ -142,12 +144,12 @@ class ClientConnection:
 
     def _release(self) -> None:
         if self.session is not None:
-            self.served.kv_used -= self.session.bytes + self.session.held_bytes
+            self.served.kv_used -= self.session.bytes + self.session.kwargs_bytes
             self.served.inboxes.pop(self.session.name, None)
             self.session = None
 
     async def _hello(self, request: Message) -> Message:
-        return Message({"hello": self.served.hello()})
+        return Message({"hello": self.served.hello().to_json()})
 
     # ---- values and derivatives
 
@@ -155,11 +157,11 @@ class ClientConnection:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
         operations = read_operations(meta.get("ops", []))
-        hidden, bound, given = read(request.tree, (start, stop))
-        tensors = [hidden, *bound.tensors, *given]
-        one, *leaves = unmapped(operations, tensors, bound)
-        check_hidden(one, spec)
-        check_bound(bound.with_tensors(leaves), spec.schema, sizes_of(one))
+        hidden, bound, arguments = read_request(request.tree, (start, stop))
+        tensors = [hidden, *bound.tensors, *arguments]
+        hidden_of_call, *leaves = unmapped(operations, tensors, bound)
+        check_hidden(hidden_of_call, spec.schema.sizes["hidden"])
+        check_bound(bound.with_tensors(leaves), spec.schema, sizes_of(hidden_of_call))
         self._limit(hidden)
         dtype = self._dtype(meta)
         blocks = spec.part(start, stop)
@@ -183,8 +185,8 @@ class ClientConnection:
                     if isinstance(error, KwflowError) or of_the_machine(error):
                         raise
                     # what torch cannot derive here, it cannot on another worker
-                    said = f"deriving layers {start}:{stop} ({operations}) raised {type(error).__name__}: {error}"
-                    raise BlockError(said) from error
+                    message = f"deriving layers {start}:{stop} ({operations}) raised {type(error).__name__}: {error}"
+                    raise BlockError(message) from error
 
         backward = bool(operations)
         results, queued, computed = await self.served.compute(BACKWARD if backward else FORWARD, work)
@@ -195,28 +197,30 @@ class ClientConnection:
     async def _step(self, request: Message) -> Message:
         spec, meta = self.served.spec, request.meta
         start, stop = self._span(meta)
-        came, tree, spent = time.perf_counter(), request.tree, dict[str, float]()
+        started, tree, spent = time.perf_counter(), request.tree, dict[str, float]()
         if meta.get("from") is not None:
-            tree = await self._brought(request)
-            spent["waited"] = round(time.perf_counter() - came, 6)
-        held = self.session and self.session.kwargs
-        hidden, bound, _ = read(tree, (start, stop), held)
-        check_hidden(hidden, spec)
+            tree = await self._await_hidden(request)
+            spent["waited"] = round(time.perf_counter() - started, 6)
+        previous = self.session and self.session.kwargs
+        hidden, bound, _ = read_request(tree, (start, stop), previous)
+        check_hidden(hidden, spec.schema.sizes["hidden"])
         past, seq = read_count(meta, "start"), hidden.shape[1]
         reorders = read_reorders(meta.get("reorder", []), hidden.shape[0])
-        known = bound is held and bound.fixed and self.session is not None and hidden.shape[0] == self.session.batch
-        if not known:
+        unchanged = (
+            bound is previous and bound.fixed and self.session is not None and hidden.shape[0] == self.session.batch
+        )
+        if not unchanged:
             check_bound(bound, spec.schema, {**sizes_of(hidden), "key": key_size(bound, past, seq)})
-        ahead = length(bound)
-        if ahead and past:
+        prefix_length = prefix_kv.length(bound)
+        if prefix_length and past:
             raise SessionError(f"prefix_kv stands before column 0, the step starts at {past}")
         session = self._opened(meta, hidden.shape[0], start, stop)
-        ahead = session.kv.prefix if past else ahead
+        prefix_length = session.kv.prefix if past else prefix_length
         if past > session.length:
             raise WorkerFailed(f"this worker holds {session.length} columns of the session, the step starts at {past}")
-        self._make_room(session, ahead, past, past + seq)
+        self._make_room(session, prefix_length, past, past + seq)
         blocks = spec.part(start, stop)
-        self._hold(session, bound)
+        self._reserve_kwargs(session, bound)
 
         def work() -> list[Tensor]:
             captured: list[Tensor] = []
@@ -227,16 +231,23 @@ class ClientConnection:
                         session.reordered = number
                 kwargs = session.kwargs
                 if kwargs is None or bound is not kwargs:
-                    kwargs = bound.with_tensors([own(tensor, spec.device) for tensor in bound.tensors])
+                    kwargs = bound.with_tensors([copy_to(tensor, spec.device) for tensor in bound.tensors])
                 session.kwargs = kwargs
-                given, mine = take_mask(kwargs)
-                mask = session.column_mask(given, past, seq)
+                step_mask, layer_kwargs = take_mask(kwargs)
+                mask = session.column_mask(step_mask, past, seq)
                 mask = None if mask is None else mask.to(spec.device)
                 session.length = past  # what stands behind is cropped, also when this step fails
                 params = [block.params for block in blocks]
                 entering = hidden.to(spec.device, spec.dtype)
                 out = run(
-                    blocks, params, entering, mine, past=past, attention_mask=mask, kv=session.kv, captured=captured
+                    blocks,
+                    params,
+                    entering,
+                    layer_kwargs,
+                    past=past,
+                    attention_mask=mask,
+                    kv=session.kv,
+                    captured=captured,
                 )
                 session.length = past + seq
                 return [output.to(hidden.dtype).cpu() for output in (out, *captured)]
@@ -246,7 +257,7 @@ class ClientConnection:
             self.served.hand_on(session, read_count(meta, "hand"), outputs[0])
         return Message({**spent, "queue": round(queued, 6), "compute": round(computed, 6)}, outputs)
 
-    async def _brought(self, request: Message) -> dict[str, Any]:
+    async def _await_hidden(self, request: Message) -> dict[str, Any]:
         """A step's tree with the hidden that another worker brings."""
         session, meta, wait = self.session, request.meta, request.meta.get("wait")
         if session is None or not session.name:
@@ -263,30 +274,30 @@ class ClientConnection:
             raise KwargError("what is handed on is one tensor")
         return Message({"taken": inbox is not None and inbox.put(read_count(request.meta, "step"), hidden)})
 
-    def _hold(self, session: Session, bound: Bound) -> None:
+    def _reserve_kwargs(self, session: SessionState, bound: Bound) -> None:
         """Count a step's kwargs, which stay until the next one, in the room for keys and values."""
-        size, limit = sum(tensor.nbytes for tensor in bound.tensors), self.served.limits["kv_bytes"]
-        used = self.served.kv_used - session.held_bytes
+        size, limit = sum(tensor.nbytes for tensor in bound.tensors), self.served.kv_bytes
+        used = self.served.kv_used - session.kwargs_bytes
         if used + size > limit:
             raise WorkerFull(
                 f"no room for a step's kwargs: they hold {size / 1e6:.1f} MB, {(limit - used) / 1e6:.1f} MB are free "
                 f"(workers with more: kwflow worker --kv-mb)"
             )
-        self.served.kv_used, session.held_bytes = used + size, size
+        self.served.kv_used, session.kwargs_bytes = used + size, size
 
-    def _make_room(self, session: Session, ahead: int, start: int, stop: int) -> None:
+    def _make_room(self, session: SessionState, prefix_length: int, start: int, stop: int) -> None:
         """See that a step of columns ``[start, stop)`` has room. Raises SessionError, WorkerFull.
 
         A session whose length nobody said gets twice its room, or half of what is free, or what it needs.
         """
-        served, kv, columns = self.served, session.kv, ahead + stop
+        served, kv, columns = self.served, session.kv, prefix_length + stop
         if columns <= kv.room:
             return
         if kv.max_length is not None:
-            also = f" behind a prefix of {ahead}" if ahead else ""
+            also = f" behind a prefix of {prefix_length}" if prefix_length else ""
             raise SessionError(f"columns {start}:{stop}{also} do not fit max_length {kv.max_length}")
         layers = kv.span[1] - kv.span[0]
-        free = served.limits["kv_bytes"] - served.kv_used
+        free = served.kv_bytes - served.kv_used
         most = kv.room + free // served.kv_size(session.batch, 1, layers)
         if columns > most:
             raise WorkerFull(
@@ -298,7 +309,7 @@ class ClientConnection:
         more = served.kv_size(session.batch, room - kv.room, layers)
         served.kv_used, session.bytes, kv.room = served.kv_used + more, session.bytes + more, room
 
-    def _opened(self, meta: Mapping[str, Any], batch: int, start: int, stop: int) -> Session:
+    def _opened(self, meta: Mapping[str, Any], batch: int, start: int, stop: int) -> SessionState:
         if self.session is not None and meta["start"] == 0 and batch != self.session.batch:
             self._release()  # a session that begins again, with other rows
         if self.session is None:
@@ -311,7 +322,7 @@ class ClientConnection:
             if batch < 1 or max_length == 0:
                 raise SessionError(f"a session of {batch} rows and {max_length} columns")
             size = served.kv_size(batch, max_length or 0, stop - start)
-            free = served.limits["kv_bytes"] - served.kv_used
+            free = served.kv_bytes - served.kv_used
             if size > free:
                 raise WorkerFull(
                     f"no room for a session of {batch} rows × {max_length} columns × {stop - start} layers: it needs "
@@ -322,7 +333,7 @@ class ClientConnection:
             if not isinstance(name, str) or len(name) > MAX_NAME or name in served.inboxes:
                 raise SessionError(f"a session's name is up to {MAX_NAME} letters, and its own, got {name!r:.80}")
             served.kv_used += size
-            self.session = Session(KV(start, stop, max_length), batch, size, name=name)
+            self.session = SessionState(KV(start, stop, max_length), batch, size, name=name)
             if name:
                 served.inboxes[name] = self.session.inbox
         if (start, stop) != self.session.kv.span:
@@ -346,11 +357,11 @@ class ClientConnection:
             raise UnsupportedError(f"this worker runs {kind}, which has no float64: there is no fp64 verdict")
         return getattr(torch, meta["dtype"])
 
-    def _span(self, meta: Mapping[str, Any]) -> tuple[int, int]:
-        said = meta.get("span")
-        if not (isinstance(said, list) and len(said) == 2 and all(type(layer) is int for layer in said)):
-            raise SpanError(f"a request names its span, [start, stop], got {said!r:.80}")
-        start, stop = said
+    def _span(self, meta: Mapping[str, Any]) -> Span:
+        value = meta.get("span")
+        if not (isinstance(value, list) and len(value) == 2 and all(type(layer) is int for layer in value)):
+            raise SpanError(f"a request names its span, [start, stop], got {value!r:.80}")
+        start, stop = value
         if not self.served.spec.start <= start < stop <= self.served.spec.stop:
             raise SpanError(
                 f"layers {start}:{stop} are not all on this worker, which serves "
@@ -360,8 +371,8 @@ class ClientConnection:
 
     def _limit(self, hidden: Tensor) -> None:
         tokens = hidden.numel() // max(1, self.served.spec.schema.sizes["hidden"])
-        if tokens > self.served.limits["batch_tokens"]:
-            raise BudgetError(f"{tokens} tokens in one request; this worker takes {self.served.limits['batch_tokens']}")
+        if tokens > self.served.batch_tokens:
+            raise BudgetError(f"{tokens} tokens in one request; this worker takes {self.served.batch_tokens}")
 
 
 def _home(result: Tensor | None) -> Tensor | None:
