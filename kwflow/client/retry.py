@@ -190,10 +190,10 @@ def _unfit(hop: Hop, like: Hop | None, misfit: Misfit | None) -> str | None:
 
 
 def differs(hop: Hop, like: Hop) -> str | None:
-    """What makes a worker's values differ from another's, if anything does."""
+    """What makes a worker's values differ from another's, if anything does; what one does not say is not compared."""
     theirs, ours = hop.numerics, like.numerics
-    found = [f"{name} {theirs.get(name)!r} for {ours[name]!r}" for name in ours if theirs.get(name) != ours[name]]
-    return ", ".join(found) or None
+    said = [name for name in ours if name in theirs and theirs[name] != ours[name]]
+    return ", ".join(f"{name} {theirs[name]!r} for {ours[name]!r}" for name in said) or None
 
 
 def lacks(hop: Hop, like: Hop, bound: Bound, tokens: int) -> str | None:

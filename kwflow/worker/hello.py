@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kwflow.blocks.numerics import numerics
 from kwflow.blocks.span import SpanSpec
 from kwflow.version import __version__
 from kwflow.wire.message import PROTOCOL
@@ -42,9 +43,7 @@ def fingerprint(spec: SpanSpec, threads: int) -> dict[str, Any]:
         "dtype": _name(spec.dtype),
         "quantization": spec.identity.get("quantization", ""),
         "device": processor(spec.device),
-        "torch": str(torch.__version__),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "matmul": torch.get_float32_matmul_precision(),  # "highest": no TF32, no bfloat16 inside float32 products
+        **numerics(),
         "threads": threads,
         "attention": spec.identity.get("attention", ""),
         "block_fn": spec.identity.get("block_fn", ""),
