@@ -19,6 +19,7 @@ from torch import Tensor
 
 import kwflow as kf
 from kwflow.client.flow import Flow
+from kwflow.research.verify import OTHER_SHAPES
 from tests.tiny import left_padded
 
 Before = Callable[[int], None]
@@ -234,7 +235,7 @@ def differences(results: Results, expected: Results) -> list[str]:
             wrong.append(f"{name}: {tuple(ours.shape)} for {tuple(theirs.shape)}")
             continue
         gap = (ours.double() - theirs.double()).abs().max().item() if ours.numel() else 0.0
-        bound = 0.0 if name.startswith("bits") else 1e-5 + 1.3e-6 * theirs.abs().max().item()
+        bound = 0.0 if name.startswith("bits") else OTHER_SHAPES[theirs.dtype] * theirs.abs().max().item()
         if not gap <= bound:
             wrong.append(f"{name}: off by {gap:.1e}")
     return wrong

@@ -1,6 +1,6 @@
 """What tests compare with: the Hugging Face model with plain hooks, and comparisons that raise.
 
-Nothing of kwflow computes here: prompts and steer are written again, row by row.
+Nothing of kwflow computes here (a bound is from there): prompts and steer are written again, row by row.
 """
 
 # B batch, S seq, P prefix, D hidden
@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kwflow.research.verify import OTHER_SHAPES
+
 Hook = tuple[nn.Module, str, Callable[..., Any]]  # of a module, "pre" or "post"
 
-TOLERANCE = {  # (rtol, atol): max|a - b| <= atol + rtol * max|b| for each tensor
+# (rtol, atol): max|a - b| <= atol + rtol * max|b| for each tensor, of the same shapes; of others: OTHER_SHAPES
+TOLERANCE = {
     torch.float64: (1e-10, 1e-12),
     torch.float32: (1.3e-6, 1e-5),
     torch.bfloat16: (1.6e-2, 1e-5),
@@ -26,9 +29,17 @@ TOLERANCE = {  # (rtol, atol): max|a - b| <= atol + rtol * max|b| for each tenso
 
 def assert_close(ours: Tensor, expected: Tensor, what: str = "", *, small: bool = False) -> None:
     """Raise unless equal within the table, and unless there is something to compare (``small`` allows all zeros)."""
+    _assert_within(ours, expected, what, small, *TOLERANCE[expected.dtype])
+
+
+def assert_near(ours: Tensor, expected: Tensor, what: str = "", *, small: bool = False) -> None:
+    """Raise unless equal but for what the same rows or columns, computed beside others, round otherwise."""
+    _assert_within(ours, expected, what, small, OTHER_SHAPES[expected.dtype], 0.0)
+
+
+def _assert_within(ours: Tensor, expected: Tensor, what: str, small: bool, rtol: float, atol: float) -> None:
     assert isinstance(ours, Tensor) and isinstance(expected, Tensor), f"{what}: {type(ours)} against {type(expected)}"
     assert (ours.shape, ours.dtype) == (expected.shape, expected.dtype), f"{what}: {ours.shape} {ours.dtype}"
-    rtol, atol = TOLERANCE[expected.dtype]
     assert not expected.isnan().any(), f"{what}: the reference has NaN"
     largest = expected.detach().abs().max().item() if expected.numel() else 0.0
     assert small or largest > 1e-3, f"{what}: the reference is all but zero ({largest}): nothing is compared"

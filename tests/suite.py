@@ -266,6 +266,7 @@ REFUSALS: dict[str, Callable[[Row, str], None]] = {"unknown name": unknown_name,
 COMPARISONS = VALUES | DERIVATIVES
 CHECKS = (*COMPARISONS, *REFUSALS)
 BITWISE = ("value", "sub-batch", "per-layer")
+OTHERWISE_CUT = ("per-row", "session", "generate")  # ours and what is expected have other shapes
 
 
 @functools.cache

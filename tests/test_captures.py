@@ -19,7 +19,7 @@ from kwflow.models.families import FAMILIES as ROWS
 from kwflow.models.families import family_of
 from tests.configs import CONFIGS, config
 from tests.marks import every_family, families, quickly
-from tests.oracle import assert_bits, assert_close, cache_name, layers_of, residual
+from tests.oracle import assert_bits, assert_close, assert_near, cache_name, layers_of, residual
 from tests.table import MASK, B, D, L, S
 from tests.tiny import (
     EACH,
@@ -99,7 +99,7 @@ def test_what_comes_back_is_what_the_model_holds(family: str, at: str) -> None:
             value = acts[point, layer].reshape(B, count, -1)
             for row, n in enumerate(tokens):
                 columns = [S - n + place for place in places(n)]
-                assert_close(value[row, : len(columns)], expected[point, layer][row, columns], f"{point} {layer}")
+                assert_near(value[row, : len(columns)], expected[point, layer][row, columns], f"{point} {layer}")
                 assert not value[row, len(columns) :].any()
                 assert acts.mask[row].tolist() == [True] * len(columns) + [False] * (count - len(columns))
         assert acts["head", 2].shape == (B, count, 4, 8)
@@ -172,7 +172,7 @@ def test_steps_join(family: str, at: Any) -> None:
         places = {"all": range(n + 3), "generated": range(n, n + 3), "prompt[-1]": [n - 1]}.get(str(at), [2, 7])
         columns = [S - n + place for place in places]
         assert acts.mask[row].sum() == len(columns)
-        assert_close(acts["resid", 2][row, : len(columns)], expected[row, columns])
+        assert_near(acts["resid", 2][row, : len(columns)], expected[row, columns])
 
 
 def test_columns_of_a_mask_stay_in_order_from_step_to_step() -> None:
@@ -185,8 +185,8 @@ def test_columns_of_a_mask_stay_in_order_from_step_to_step() -> None:
             s.step(hidden[:, n : n + 3], capture=acts)
     expected = seen("llama", hidden, torch.ones(2, 6).long())["resid", 1]
     assert acts.mask.sum(1).tolist() == [4, 2]
-    assert_close(acts["resid", 1][0], expected[0, [0, 2, 3, 5]])
-    assert_close(acts["resid", 1][1, :2], expected[1, [1, 4]])
+    assert_near(acts["resid", 1][0], expected[0, [0, 2, 3, 5]])
+    assert_near(acts["resid", 1][1, :2], expected[1, [1, 4]])
 
 
 def test_a_capture_follows_its_session() -> None:
@@ -208,7 +208,7 @@ def test_a_capture_follows_its_session() -> None:
             s.step(hidden[:, :1], capture=kf.Capture(resid=3, mean=True))
         with pytest.raises(KwargError, match="is a dict"):
             s.step(hidden[:, :1], capture={"resid": [3]})
-    assert_close(
+    assert_near(
         kf.Capture.__getitem__(acts, ("resid", 3))[:, :4], residual(huggingface("llama"), hidden)[[2, 0, 0], :4]
     )
 
@@ -230,11 +230,11 @@ def test_generate_captures(family: str) -> None:
     whole = torch.cat(kept, 1)
     for row, n in enumerate([5, 3, 4]):
         assert acts.mask[row].sum() == n + 3  # the last token is not run
-        assert_close(acts["resid", 1][row, : n + 3], whole[row, 5 - n :])
+        assert_near(acts["resid", 1][row, : n + 3], whole[row, 5 - n :])
     last = kf.Capture(resid=[1], at="prompt[-1]")
     twice = ours.generate(**given, num_return_sequences=2, do_sample=True, capture=last, steer={2: V})
     assert len(twice) == 6
-    assert_close(last["resid", 1][:, 0], whole[:, 4].repeat_interleave(2, 0))
+    assert_near(last["resid", 1][:, 0], whole[:, 4].repeat_interleave(2, 0))
 
 
 MODES = {
@@ -280,7 +280,7 @@ def test_captures_are_those_of_the_final_sequences(mode: str, at: Any) -> None:
         columns = [pad + place for place in places]
         for key, name in ((("resid", 1), "resid"), (("head", 3), "head")):
             found = acts[key][row, : len(columns)].flatten(1)
-            assert_close(found, whole[name, key[1]][0, columns], f"row {row}", small=not columns)
+            assert_near(found, whole[name, key[1]][0, columns], f"row {row}", small=not columns)
     assert early or mode != "ending early"
 
 

@@ -19,7 +19,7 @@ from kwflow.kwargs.edit import apply
 from kwflow.models.families import FAMILIES as ROWS
 from tests.configs import HEADS
 from tests.marks import every_family, families
-from tests.oracle import assert_bits, assert_close, layers_of, residual
+from tests.oracle import assert_bits, assert_close, assert_near, layers_of, residual
 from tests.table import MASK, B, D, L, S
 from tests.tiny import (
     EACH,
@@ -189,7 +189,7 @@ def test_every_edit_is_what_hooks_do(family: str, case: str) -> None:
     real = MASK.bool()
     for cuts, rows in ((TWO, B), (EACH, 3)):
         out = flow(family, cuts).options(batch_tokens=rows * S)(hidden, attention_mask=MASK, edit=edits)
-        assert_close(out[real], expected[real], f"{case}, {cuts}")
+        assert_near(out[real], expected[real], f"{case}, {cuts}")
     spec = span(family, 0, L)
     alone = kf.chain(spec.blocks)(spec.params, hidden, attention_mask=MASK, edit=edits)
     assert_bits(flow(family, TWO)(hidden, attention_mask=MASK, edit=edits), alone, "local")
@@ -266,7 +266,7 @@ def test_selectors_mean_the_same_token_by_token(family: str, selector: str, chun
             outs.append(s.step(hidden[:, columns], phase=phase, **more, **given))
             done += size
     out, real = torch.cat(outs, 1), mask.bool()
-    assert_close(out[real], expected[real], selector)
+    assert_near(out[real], expected[real], selector)
 
 
 def test_a_session_says_when_it_cannot_know() -> None:
@@ -513,7 +513,7 @@ def test_falcon_maps_over_what_one_of_its_parts_gets(point: str) -> None:
     remote, hidden, many = flow("falcon", TWO), random(2, 3, D), random(3, D, seed=1)
     found = torch.func.vmap(lambda v: remote(hidden, edit=kf.add(v, 0, point=point)))(many)
     for v, out in zip(many, found, strict=True):
-        assert_close(out, remote(hidden, edit=kf.add(v, 0, point=point)))
+        assert_near(out, remote(hidden, edit=kf.add(v, 0, point=point)))
 
 
 def test_positions_are_not_mapped_over() -> None:
@@ -544,7 +544,7 @@ def test_a_prompt_is_begun_again() -> None:
         plain = s.step(hidden[:, 2:3], phase="generated")
         s.rollback(2)
         changed = s.step(hidden[:, 2:3], phase="generated", edit=kf.add(V, 3, at="generated"))
-        assert_close(changed, plain + V)
+        assert_near(changed, plain + V)
 
 
 @pytest.mark.parametrize("length", ["x", 2.5, -1, True, 3, torch.tensor([4.0]), torch.tensor([4, 3])])

@@ -121,7 +121,7 @@ def test_ci_runs_the_same_targets_as_people_do() -> None:
 
 def test_make_knows_its_targets() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert {"setup", "demo", "test", "quick", "bench", "notebooks", "check-notebooks", "lint"} <= targets
+    assert {"setup", "demo", "test", "quick", "bench", "notebooks", "check-notebooks", "check-isa", "lint"} <= targets
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from kwflow.errors import KwargError, KwflowError, ModelError, ShapeError, SpanE
 from kwflow.research.steering import Vectors, contrast
 from tests.configs import HIDDEN, LAYERS
 from tests.marks import families
-from tests.oracle import assert_bits, assert_close, cache_name, layers_of
+from tests.oracle import assert_bits, assert_close, assert_near, cache_name, layers_of
 from tests.tiny import TWO, Requests, flow, folder, huggingface, ids, left_padded, make_flow, positions_of, random
 
 D, L = HIDDEN, LAYERS
@@ -145,7 +145,7 @@ def test_edits_add_and_ablate() -> None:
     for layer, vector in v.items():
         assert (acts["resid", layer] @ vector).abs().max() < 1e-4
     rows = torch.tensor([0.0, 2.0])
-    assert_close(remote(hidden, edit=v.edits(rows))[1], remote(hidden, edit=v.edits(2.0))[1])
+    assert_near(remote(hidden, edit=v.edits(rows))[1], remote(hidden, edit=v.edits(2.0))[1])
     at_heads = Vectors({2: random(4, 8)}, "head")
     assert_bits(remote(hidden, edit=at_heads.edits()), remote(hidden, edit=kf.add(at_heads[2], 2, point="head")))
     embedded = Vectors({0: A}, "embed").edits()
@@ -203,7 +203,7 @@ def test_mean_is_the_difference_of_means(family: str) -> None:
     assert made.layers == tuple(range(L)) and made.method == "mean" and made.model_type == family
     for layer, vector in made.items():
         means = [torch.stack([seen(family, text, layer) for text in own]).mean(0) for own in (POSITIVE, NEGATIVE[:2])]
-        assert_close(vector, (means[0] - means[1]).float(), f"layer {layer}")
+        assert_near(vector, (means[0] - means[1]).float(), f"layer {layer}")
 
 
 def test_a_text_means_the_same_alone_and_padded() -> None:
@@ -211,16 +211,16 @@ def test_a_text_means_the_same_alone_and_padded() -> None:
     whole = contrast(remote, POSITIVE, NEGATIVE, layers=[1, 3], at="prompt[-1]")
     for size in (1, 2):
         for layer, vector in contrast(remote, POSITIVE, NEGATIVE, layers=[1, 3], batch_size=size).items():
-            assert_close(whole[layer], vector)
+            assert_near(whole[layer], vector)
     first = contrast(remote, POSITIVE, NEGATIVE, layers=2, at=0)
     several = contrast(remote, POSITIVE, NEGATIVE, layers=2, at="all")
     at_first = [torch.stack([seen("llama", t, 2, 0) for t in own]).mean(0) for own in (POSITIVE, NEGATIVE)]
-    assert_close(first[2], (at_first[0] - at_first[1]).float())
+    assert_near(first[2], (at_first[0] - at_first[1]).float())
     over_all = [
         torch.stack([torch.stack([seen("llama", t, 2, i) for i in range(len(t.split()))]).mean(0) for t in own]).mean(0)
         for own in (POSITIVE, NEGATIVE)
     ]
-    assert_close(several[2], (over_all[0] - over_all[1]).float())
+    assert_near(several[2], (over_all[0] - over_all[1]).float())
 
 
 @pytest.mark.parametrize("pairs", [1, 3, pytest.param(40, marks=pytest.mark.slow)])
@@ -544,8 +544,8 @@ def test_steps_by_hand_with_hooks() -> None:
         second = local(**step, use_cache=True, **{name: first[1]})
         more = {"max_new_tokens": 2, "min_new_tokens": 2, "pad_token_id": 0, "return_dict_in_generate": True}
         whole = local.generate(**x, **more, output_logits=True)
-    assert_close(first.logits[:, -1], whole.logits[0])  # generate's head computes the last column alone
-    assert_close(second.logits[:, -1], whole.logits[1])
+    assert_near(first.logits[:, -1], whole.logits[0])  # generate's head computes the last column alone
+    assert_near(second.logits[:, -1], whole.logits[1])
 
 
 def test_gradients_pass_the_hooks() -> None:

@@ -37,6 +37,7 @@ from kwflow.wire.message import Message
 from tests import tiny
 from tests.here import HereSwarm
 from tests.mortal import Swarm, nonsense
+from tests.oracle import assert_near
 from tests.tiny import random
 
 B, S, D, LAYERS = 4, 4, tiny.HIDDEN, tiny.LAYERS
@@ -84,7 +85,7 @@ def test_a_call_goes_on_with_the_same_values_and_gradients(spans: list[tuple[int
             swarm = swarm_of(spans)
             lose(swarm, after)
             for got, want in zip(run(swarm.flow.options(batch_tokens=sub_batches)), expected, strict=True):
-                torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
+                assert_near(got, want)
                 if sub_batches == 4 * S and len(spans) == 4:
                     assert torch.equal(got, want), "one worker in another's place: to the last bit"
 
@@ -146,7 +147,7 @@ def test_nonsense_is_a_failure(answer: Any) -> None:
     assert torch.equal(torch.autograd.grad(out.sum(), x)[0], want), "gradients too"
     swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
     mapped = torch.func.vmap(swarm.flow)(torch.stack([value, value]))
-    torch.testing.assert_close(mapped, torch.stack([expected, expected]).detach(), atol=2e-6, rtol=2e-5)
+    assert_near(mapped, torch.stack([expected, expected]).detach())
     assert swarm.flow.peers.avoided(swarm.names[1]), "what is mapped over too"
     with swarm.flow.session(8) as session:
         swarm.flow.peers._bans.clear()  # type: ignore[attr-defined]
@@ -185,7 +186,7 @@ def test_nonsense_for_what_is_mapped_over_is_a_failure(change: Any) -> None:
         expected = derived(lambda v, f=f, swarm=swarm: f(swarm.flow, v))(v)
         swarm.answers(1, nonsense(change))
         got = derived(lambda v, f=f, swarm=swarm: f(swarm.flow, v))(v)
-        torch.testing.assert_close(got, expected, atol=2e-6, rtol=2e-5)
+        assert_near(got, expected)
         assert swarm.flow.peers.avoided(swarm.names[1])
 
 
@@ -473,7 +474,7 @@ def test_nan_in_repeated_steps_is_that_workers_failure(mode: str) -> None:
     with swarm.flow.session(8, replay=mode) as session:
         assert torch.equal(session.step(x), expected[0])
         lose(swarm)
-        torch.testing.assert_close(session.step(y), expected[1], atol=2e-6, rtol=2e-5)
+        assert_near(session.step(y), expected[1])
     assert {swarm.names[3], swarm.names[5]} & set(swarm.flow.peers._bans)  # type: ignore[attr-defined]
 
 
@@ -529,7 +530,7 @@ def changing(session: Any, lose_at: int, lost: Callable[[], None]) -> list[Tenso
     step(2, steer={1: V * 2})
     step(1, attention_mask=torch.cat([session._mask.long(), torch.tensor([[0], [1], [1], [0]])], 1))  # 7
     step(1)
-    return [*outs, acts["resid", 1], acts["resid", 2], acts.mask]
+    return [*outs, acts["resid", 1], acts["resid", 2], acts.mask.float()]
 
 
 @splits
@@ -549,7 +550,7 @@ def test_a_session_goes_on_with_the_same_values(spans: list[tuple[int, int]], mo
             if mode == "stepwise":
                 assert torch.equal(mine, want), f"lost at {lose_at}, output {number}"
             else:
-                torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+                assert_near(mine, want)
 
 
 @pytest.mark.parametrize("mode", ["stepwise", "merged"])
@@ -581,7 +582,7 @@ def test_a_reorder_that_was_rolled_back_acts_once(mode: str, interrupted: bool) 
     expected = run([])
     for lost in ([0, 1], [1, 0]):
         for mine, want in zip(run(lost), expected, strict=True):
-            torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+            assert_near(mine, want)
 
 
 @pytest.mark.parametrize("mode", ["stepwise", "merged"])
@@ -607,7 +608,7 @@ def test_a_reorder_after_one_that_was_rolled_back_comes_on_top_of_it(mode: str) 
                 other.step(random(B, S, D))
                 other.reorder([2, 3, 0, 1])
                 expected = other.step(random(B, 1, D, seed=2))
-        torch.testing.assert_close(out, expected, atol=5e-6, rtol=5e-5)
+        assert_near(out, expected)
         assert mode == "merged" or torch.equal(out, expected)
 
 
@@ -626,7 +627,7 @@ def test_an_interrupted_step_that_ends_after_a_rollback_is_not_repeated(mode: st
         late = Step(S + 2, random(B, 1, D, seed=3), Bound(0, LAYERS))
         loop.run(session._stages.step(late, True, swarm.flow.dispatcher.retry()))
         swarm.kill(0)
-        torch.testing.assert_close(session.step(more), expected, atol=5e-6, rtol=5e-5)
+        assert_near(session.step(more), expected)
         assert len(session.replays) == 1 and session.replays[0].steps == 1
 
 
@@ -665,7 +666,7 @@ def test_many_reorders_at_once_are_as_one(mode: str, monkeypatch: pytest.MonkeyP
     expected = run(-1)
     for lose_at in range(3):
         for mine, want in zip(run(lose_at), expected, strict=True):
-            torch.testing.assert_close(mine, want, atol=5e-6, rtol=5e-5)
+            assert_near(mine, want)
             assert mode == "merged" or torch.equal(mine, want)
 
 
@@ -695,7 +696,7 @@ def test_a_prefix_comes_back(mode: str) -> None:
 
     expected = run(swarm_of(SPLITS["two"]), -1)
     for got, want in zip(run(swarm_of(SPLITS["two"]), 3), expected, strict=True):
-        torch.testing.assert_close(got, want, atol=5e-6, rtol=5e-5)
+        assert_near(got, want)
         assert mode == "merged" or torch.equal(got, want)
 
 

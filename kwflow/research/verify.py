@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kwflow.blocks.numerics import numerics
 from kwflow.client.call import Plan
 from kwflow.client.flow import Flow
 from kwflow.client.peers import Hop
@@ -26,6 +27,23 @@ from kwflow.show import html
 from kwflow.show.progress import progress
 
 NOISE_FALLS_BY = 1e4  # fp32 to fp64 lowers rounding by 2^29; a bug stays
+
+# NOTE [other shapes] By what the same rows or columns may differ when they are computed beside others: batches of 2, 4
+# and 8 against rows alone, texts in pieces against whole; hidden, logits, gradients of hidden and of a steering vector.
+# As a share of the tensor's largest magnitude. Twice the largest gap found by `python -m benchmarks.rounding`:
+#
+#     kernels of torch, MKL and oneDNN for     AVX-512   AVX2      SSE4.2    AVX-512, MKL's for AMD
+#     float32    SmolLM2-135M                  6.6e-06   2.3e-05   8.5e-06   1.2e-05
+#                a small model of each family  4.4e-06   4.9e-06   2.1e-05   3.6e-06
+#     bfloat16   SmolLM2-135M                  -         3.4e-02   -         3.3e-02
+#                a small model of each family  -         2.0e-02   -         1.5e-02
+#     float64    SmolLM2-135M                  6.6e-14   1.3e-14   1.9e-14   1.6e-14
+#                a small model of each family  1.2e-14   6.3e-15   1.8e-14   1.2e-14
+#
+# (MKL's for Intel's were taken on one of AMD's.) Not bounded: a mixture that rounding sends to another expert
+# (bfloat16: 4e-1 was seen), and a gradient of a loss whose terms cancel (a LoRA's, the head on one column or on all:
+# 6e-4 in float32). There float64 decides: exact_match.
+OTHER_SHAPES = {torch.float64: 1.4e-13, torch.float32: 5e-5, torch.bfloat16: 7e-2}
 
 
 @dataclass(frozen=True)
@@ -265,13 +283,7 @@ def _ulp(ours: Tensor, expected: Tensor) -> tuple[float, float]:
 
 def differences(plans: Sequence[Plan], local: Any, hidden: Tensor) -> list[str]:
     """Why the bits may differ: every part of the workers' fingerprints that is not the reference's."""
-    here: dict[str, Any] = {
-        "torch": str(torch.__version__),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "matmul": torch.get_float32_matmul_precision(),
-        "threads": torch.get_num_threads(),
-        "attention": local.attention,
-    }
+    here: dict[str, Any] = {**numerics(), "threads": torch.get_num_threads(), "attention": local.attention}
     reasons = [quantized] if (quantized := quantized_otherwise(plans, local)) else []
     for hop in _workers(plans):
         fingerprint, worker = hop.hello.fingerprint, f"worker {hop.peer[-8:]}"

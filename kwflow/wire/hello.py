@@ -20,7 +20,7 @@ MAX_THREADS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """What must be equal on both sides for bitwise equal values (DESIGN law 1). None: not announced.
+    """What must be equal on both sides for bitwise equal values (law 1 in CONTRIBUTING.md). None: not announced.
 
     A new part is one line here, and one where the worker fills it in. ``more``: parts that a newer version announces,
     which are compared though nobody here knows what they mean.
@@ -31,7 +31,8 @@ class Fingerprint:
     quantization: str | None = None
     device: str | None = None  # what computes: "cpu", or "cuda" and its kind
     torch: str | None = None
-    isa: str | None = None
+    isa: str | None = None  # of torch's own kernels
+    kernels: str | None = None  # by what MKL and oneDNN choose theirs
     matmul: str | None = None  # "highest": no TF32, no bfloat16 inside float32 products
     threads: int | None = None
     attention: str | None = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from kwflow.blocks.numerics import numerics
 from kwflow.blocks.span import SpanSpec
 from kwflow.version import __version__
 from kwflow.wire.hello import Fingerprint, Hello, WorkerLimits
@@ -35,18 +38,16 @@ def hello(spec: SpanSpec, model: str, limits: WorkerLimits, threads: int, *, pus
 
 def fingerprint(spec: SpanSpec, threads: int) -> Fingerprint:
     """What must be equal on both sides for bitwise equal values (law 1 in CONTRIBUTING.md)."""
-    return Fingerprint(
+    parts = Fingerprint(
         checkpoint=spec.identity.get("checkpoint", ""),
         dtype=_name(spec.dtype),
         quantization=spec.identity.get("quantization", ""),
         device=processor(spec.device),
-        torch=str(torch.__version__),
-        isa=torch.backends.cpu.get_cpu_capability(),
-        matmul=torch.get_float32_matmul_precision(),
         threads=threads,
         attention=spec.identity.get("attention", ""),
         block_fn=spec.identity.get("block_fn", ""),
     )
+    return replace(parts, **numerics())
 
 
 def features(spec: SpanSpec) -> tuple[str, ...]:
