@@ -115,7 +115,11 @@ def test_ci_runs_the_same_targets_as_people_do() -> None:
     assert script.stat().st_mode & stat.S_IXUSR
     lines = script.read_text().splitlines()
     assert lines[0] == "#!/usr/bin/env bash"
-    assert [line for line in lines if line.startswith("make ")] == ["make test", "make check-notebooks"]
+    assert [line for line in lines if line.startswith("make ")] == [
+        "make test",
+        "make test-rest",
+        "make check-notebooks",
+    ]
     assert "set -euo pipefail" in lines
 
 
