@@ -36,7 +36,7 @@ notebooks: $(DEV)
 	$(BIN)/jupyter lab notebooks
 
 check-notebooks: $(DEV)
-	$(BIN)/python tests/execute_notebooks.py notebooks
+	$(BIN)/python tests/whole/execute_notebooks.py notebooks
 
 clean:
 	rm -rf $(VENV)
