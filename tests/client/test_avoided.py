@@ -31,36 +31,24 @@ def swarm(monkeypatch: pytest.MonkeyPatch) -> Swarm:
     return Swarm("llama", (0, 4), (0, 4))
 
 
-def bans(swarm: Swarm) -> dict[str, Any]:
-    return swarm.flow.peers._bans  # type: ignore[attr-defined]
-
-
-def lose(swarm: Swarm) -> list[str]:
-    """The first one dies at once; from now on dials are listed by whom they are of."""
+def lose(swarm: Swarm) -> None:
+    """The first one dies at once; from now on dials are listed."""
     swarm.flow(X)
     swarm.kill(0)
-    dialled: list[str] = []
-    opened = swarm.flow.peers.pool.transport.open
-
-    async def watched(peer: str, **more: Any) -> Any:
-        dialled.append(peer)
-        return await opened(peer, **more)
-
-    swarm.flow.peers.pool.transport.open = watched  # type: ignore[method-assign]
-    return dialled
+    swarm.dialled.clear()
 
 
 def test_one_that_failed_is_dialled_by_no_call_while_there_are_others(swarm: Swarm) -> None:
     expected = swarm.flow(X)
-    dialled = lose(swarm)
+    lose(swarm)
     assert torch.equal(swarm.flow(X), expected)
-    first = bans(swarm)[swarm.names[0]]
-    until(lambda: bans(swarm)[swarm.names[0]].failures == 2)  # asked by nobody's call
-    assert bans(swarm)[swarm.names[0]].until > first.until
-    before = dialled.count(swarm.names[0])
+    first = swarm.bans[swarm.names[0]]
+    until(lambda: swarm.bans[swarm.names[0]].failures == 2)  # asked by nobody's call
+    assert swarm.bans[swarm.names[0]].until > first.until
+    before = swarm.dialled.count(0)
     for _ in range(5):
         assert torch.equal(swarm.flow(X), expected)
-    assert dialled.count(swarm.names[0]) <= before + 1, "at most the next question of how it is"
+    assert swarm.dialled.count(0) <= before + 1, "at most the next question of how it is"
     assert swarm.flow.peers.avoided(swarm.names[0])
 
 
@@ -68,7 +56,7 @@ def test_it_is_used_again_once_it_has_answered(swarm: Swarm) -> None:
     lose(swarm)
     swarm.flow(X)
     swarm.revive(0)
-    until(lambda: not bans(swarm))
+    until(lambda: not swarm.bans)
     asked = swarm.asked(0)
     swarm.flow(X)
     assert swarm.asked(0) == asked + 1
@@ -83,43 +71,43 @@ def test_it_is_used_again_at_once_where_there_is_no_other(swarm: Swarm) -> None:
     assert torch.equal(swarm.flow.options(timeout=3)(X), expected)
 
 
-def test_it_is_asked_again_whatever_its_hello_was(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_asked_again_whatever_its_hello_was(swarm: Swarm) -> None:
     lose(swarm)
     swarm.flow(X)
-    swarm.revive(0)
-    peers: Any = swarm.flow.peers
-    hello, asked = peers._hello, list[str]()
+    served: Any = swarm.served[0]
+    hello, asked = served.hello, list[int]()
 
-    async def broken_once(peer: str) -> dict[str, Any]:
-        asked.append(peer)
+    def broken_once() -> Any:
+        asked.append(0)
         if len(asked) == 1:
             raise BlockError("hello failed")
-        return await hello(peer)
+        return hello()
 
-    monkeypatch.setattr(peers, "_hello", broken_once)
-    until(lambda: not bans(swarm))
-    assert asked[:2] == [swarm.names[0]] * 2
+    served.hello = broken_once
+    swarm.revive(0)
+    until(lambda: not swarm.bans)
+    assert len(asked) == 2
 
 
 def test_one_that_left_the_directory_is_forgotten(swarm: Swarm) -> None:
     lose(swarm)
     swarm.flow(X)
     swarm.hidden = {0}
-    until(lambda: not bans(swarm))
+    until(lambda: not swarm.bans)
 
 
 def test_a_flow_that_is_closed_asks_nobody(swarm: Swarm) -> None:
-    dialled = lose(swarm)
+    lose(swarm)
     swarm.flow(X)
     swarm.flow.close()
-    count = len(dialled)
+    count = len(swarm.dialled)
     time.sleep(0.3)  # longer than it would take
-    assert len(dialled) == count
+    assert len(swarm.dialled) == count
 
 
 def test_who_is_full_is_not_avoided(swarm: Swarm) -> None:
     swarm.flow.peers.failed(WorkerFull("no room", peer=swarm.names[0]))
-    assert not bans(swarm)
+    assert not swarm.bans
     swarm.flow.peers.failed(WorkerFailed("silent", peer=swarm.names[0]))
     assert swarm.flow.peers.avoided(swarm.names[0])
 
@@ -128,25 +116,23 @@ def test_a_flow_that_is_dropped_while_a_worker_is_asked_closes_its_links(swarm: 
     """The network thread, which asks, then has it last: it cannot wait there for itself."""
     swarm.flow(X)
     peers, asked, closed = swarm.flow.peers, threading.Event(), threading.Event()
-    pool, opened, close = peers.pool, peers.pool.transport.open, peers.pool.aclose
-    go_on = asyncio.Event()
+    pool, close, go_on = peers.pool, peers.pool.aclose, asyncio.Event()
 
-    async def slowly(peer: str, **more: Any) -> Any:
+    async def slowly(number: int) -> None:
         asked.set()
         await go_on.wait()
-        return await opened(peer, **more)
 
     async def closing() -> None:
         await close()
         closed.set()
 
-    pool.transport.open, pool.aclose = slowly, closing  # type: ignore[method-assign]
+    swarm.before_dial, pool.aclose = slowly, closing  # type: ignore[method-assign]
     loop.run(pool.aclose())
     closed.clear()
     loop.submit(_failed(peers, swarm.names[0])).result(5)
     assert asked.wait(5)
     gone = weakref.ref(peers)
-    swarm.flow = swarm.view = None  # type: ignore[assignment]
+    swarm.flow = None  # type: ignore[assignment]
     del peers
     gc.collect()
     assert gone() is not None, "it is being asked for"

@@ -2,73 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 
 from kwflow.client.flow import Flow
-from kwflow.errors import WorkerFailed
-from kwflow.swarm.connect import in_process
+from kwflow.client.peers import Ban
+from kwflow.wire import loop
 from kwflow.wire.message import Message
 from kwflow.worker.server import Served
+from tests.doubles.workers import Answer, Workers
 from tests.oracle import tiny
 
-Answer = Callable[[Message], Message]
 
-
-class Swarm:
-    """A flow over workers with these spans; ``seen``: who was asked for what."""
+class Swarm(Workers):
+    """Workers with these spans, and a flow over them."""
 
     def __init__(self, family: str, *spans: tuple[int, int], dtype: torch.dtype = torch.float32, **limits: Any):
-        served = [Served(tiny.span(family, *span, dtype), model=family, **limits) for span in spans]
-        peers = in_process(served)
-        self.flow = Flow(tiny.ends(family, dtype), peers, (0, tiny.LAYERS))
-        self.names = [worker.peer for worker in peers._view()]
-        self.seen: list[tuple[int, str]] = []
-        self.dead: set[int] = set()
-        self.view = peers._view
-        peers._view = lambda: [one for i, one in enumerate(self.view()) if i not in self.hidden]
-        self.hidden: set[int] = set()  # not in the directory
-        self._open, self._left, self._answer = peers.pool.transport.open, dict[int, int](), dict[int, Answer]()
-        peers.pool.transport.open = self._opened  # type: ignore[method-assign]
+        super().__init__([Served(tiny.span(family, *span, dtype), model=family, **limits) for span in spans])
+        self.flow = Flow(tiny.ends(family, dtype), self.peers(), (0, tiny.LAYERS))
 
     def kill(self, worker: int, after: int = 0) -> None:
         """Let it die: now, or as soon as it has answered so many more requests (but hello)."""
-        self._left[worker] = after
+        self.left[worker] = after
 
     def revive(self, worker: int) -> None:
-        self._left.pop(worker, None)
-        self.dead.discard(worker)
+        self.left.pop(worker, None)
 
     def answers(self, worker: int, answer: Answer) -> None:
         """Let it change its replies (but hello)."""
-        self._answer[worker] = answer
+        self.changes[worker] = answer
 
     def asked(self, worker: int) -> int:
         return sum(number == worker and op in ("run", "step") for number, op in self.seen)
 
-    async def _opened(self, peer: str, **more: Any) -> Any:
-        number = self.names.index(peer)
-        if self._left.get(number) == 0:
-            raise WorkerFailed("connection refused", peer=peer)
-        channel: Any = await self._open(peer, **more)
-        handle = channel._connection.handle
+    def interrupt(
+        self, step: Callable[[], object], worker: int = 0, then: Callable[[], Awaitable[Any]] | None = None
+    ) -> None:
+        """Interrupt the caller of a step, as Jupyter does, once a worker has its part, which goes on after ``then``."""
 
-        async def watched(request: Message) -> Message:
-            op = str(request.meta["op"])
-            self.seen.append((number, op))
-            if op != "hello" and number in self._left:
-                if self._left[number] == 0:
-                    channel.closed = True
-                    raise WorkerFailed("closed the stream (EOF)", peer=peer)
-                self._left[number] -= 1
-            reply = await handle(request)
-            change = self._answer.get(number) if op != "hello" and "error" not in reply.meta else None
-            return reply if change is None else change(reply)
+        async def before(number: int) -> None:
+            if number == worker:
+                self.before = None
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                if then is not None:
+                    await then()
 
-        channel._connection.handle = watched
-        return channel
+        self.before, handler = before, signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                step()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
+    @property
+    def bans(self) -> dict[str, Ban]:
+        """Whom routes avoid, by name."""
+        known: Any = self.flow.peers
+        return known.bans
+
+    def forgive(self) -> None:
+        """Let whoever failed say how it is, so that routes take it again."""
+        known: Any = self.flow.peers
+        for peer, ban in self.bans.items():
+            loop.run(known.ask_again(peer, ban))
+        assert not self.bans
 
 
 def nonsense(change: Callable[[list[Any]], Sequence[Any]]) -> Answer:

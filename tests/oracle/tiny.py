@@ -12,7 +12,6 @@ import copy
 import functools
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,11 @@ from kwflow.blocks.span import SpanSpec, with_block_fn
 from kwflow.client.flow import Flow
 from kwflow.models.ends import ModelEnds
 from kwflow.models.spans import load_span
-from kwflow.swarm.connect import in_process
 from kwflow.worker.server import Served
+from tests.doubles.workers import Requests as Requests
+from tests.doubles.workers import Workers
+from tests.doubles.workers import kv_used as kv_used
+from tests.doubles.workers import settle as settle
 from tests.families.configs import CONFIGS, VOCAB
 from tests.families.configs import HEADS as HEADS
 from tests.families.configs import HIDDEN as HIDDEN
@@ -40,7 +42,7 @@ WORDS = ["<pad>", "<eos>", *(f"w{i}" for i in range(VOCAB - 2))]
 
 
 @functools.cache
-def _root() -> Path:
+def root() -> Path:
     root = tempfile.mkdtemp(prefix="kwflow-tiny-")
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return Path(root)
@@ -51,7 +53,7 @@ def folder(family: str, dtype: torch.dtype = torch.float32) -> Path:
     """The folder of a random model with a tokenizer of words; every tensor is random, biases and norms too."""
     from transformers import AutoModelForCausalLM
 
-    where = _root() / f"{family}-{str(dtype).removeprefix('torch.')}"
+    where = root() / f"{family}-{str(dtype).removeprefix('torch.')}"
     made = torch.Generator().manual_seed(list(CONFIGS).index(family))
     model = AutoModelForCausalLM.from_config(config(family))
     with torch.no_grad():
@@ -137,7 +139,7 @@ def make_flow(
         fn = block_fn.get(number) if isinstance(block_fn, Mapping) else block_fn
         peers.append(Served(spec if fn is None else with_block_fn(spec, fn, fn.__name__), model=family, **limits))
     mine = ModelEnds(folder(family, stored(dtype)), dtype) if own_ends else ends(family, dtype)
-    return Flow(mine, in_process(peers), (0, cuts[-1]))
+    return Flow(mine, Workers(peers).peers(), (0, cuts[-1]))
 
 
 @functools.cache
@@ -149,56 +151,6 @@ def flow(
 ) -> Flow:
     """The same, shared by tests that do not break it."""
     return make_flow(family, cuts, dtype, block_fn)
-
-
-class Requests:
-    """Counts and keeps the requests that a flow sends while the ``with`` block runs."""
-
-    def __init__(self, flow: Flow):
-        self.pool, self.seen = flow.peers.pool, []
-        flow.kwargs()  # hello goes first
-
-    def __enter__(self) -> Requests:
-        transport, seen = self.pool.transport, self.seen
-        self._open, self._idle = transport.open, dict(self.pool._idle)
-        self.pool._idle.clear()
-
-        async def opened(peer: str, **more: Any) -> Any:
-            channel = await self._open(peer, **more)
-            handle = channel._connection.handle
-
-            async def spy(request: Any) -> Any:
-                reply = await handle(request)
-                if request.meta["op"] != "push":  # between workers
-                    seen.append((peer, request, reply))
-                return reply
-
-            channel._connection.handle = spy
-            return channel
-
-        transport.open = opened
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.pool.transport.open = self._open
-        self.pool._idle.clear()
-        self.pool._idle.update(self._idle)
-
-    def __len__(self) -> int:
-        return len(self.seen)
-
-
-def kv_used(flow: Flow) -> list[int]:
-    """Bytes that each worker keeps for sessions."""
-    return [accept.__self__.kv_used for accept in flow.peers.pool.transport._accept.values()]  # type: ignore[attr-defined]
-
-
-def settle(flow: Flow, want: list[int]) -> None:
-    """Wait until the workers have freed what closed sessions held."""
-    deadline = time.monotonic() + 5
-    while kv_used(flow) != want:
-        assert time.monotonic() < deadline, f"{kv_used(flow)} in use, expected {want}"
-        time.sleep(0.005)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
