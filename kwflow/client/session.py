@@ -22,6 +22,7 @@ from kwflow.autograd.transforms import is_wrapped, plain
 from kwflow.client.call import schemas_of
 from kwflow.client.inputs import Ends, check_hidden, token_ids
 from kwflow.client.page import session_page
+from kwflow.client.peers import Hop
 from kwflow.client.replay import folded
 from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry
@@ -254,6 +255,10 @@ class Session:
         self._stages = Stages(hops, self.max_length, self.mode, self.dispatcher.peers.pool)
         self._freed = weakref.finalize(self, free, self._stages)
         return self._stages
+
+    @property
+    def _hops(self) -> list[Hop]:
+        return [] if self._stages is None else self._stages.hops
 
     def _ready(self, hidden: Tensor) -> None:
         if self.closed:

@@ -296,7 +296,7 @@ def test_what_a_block_fn_raises_or_returns_is_explained() -> None:
     # a caller's mistake: nobody is blamed, the workers serve on
     with pytest.raises(BlockError, match="KeyError"):
         remote(hidden, kind="other")
-    assert remote.peers._bans == {}
+    assert remote.peers.bans == {}
 
 
 def test_a_derivative_that_torch_lacks_is_nobody_s_fault() -> None:
@@ -316,7 +316,7 @@ def test_a_derivative_that_torch_lacks_is_nobody_s_fault() -> None:
     hidden = random(1, 3, HIDDEN).requires_grad_()
     with pytest.raises(BlockError, match=r"(?s)deriving layers 0:4.*no derivative here"):
         remote(hidden).sum().backward()
-    assert remote.peers._bans == {}
+    assert remote.peers.bans == {}
     remote(hidden.detach())
 
 

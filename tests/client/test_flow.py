@@ -137,7 +137,7 @@ def test_a_number_of_numpy_or_torch_is_a_number(number: Any) -> None:
     assert_bits(remote(hidden, edit=edits[0]), remote(hidden, edit=edits[1]))
     _, acts = remote.capture({"resid": number(2)}, hidden=hidden)
     assert_bits(acts["resid", number(2)], acts["resid", 2])
-    assert remote.options(timeout=number(9), batch_tokens=number(7))._options.batch_tokens == 7
+    assert remote.options(timeout=number(9), batch_tokens=number(7)).dispatcher.options.batch_tokens == 7
     with remote.session(max_length=number(9)) as session:
         session.step(hidden)
         session.rollback(number(3))
@@ -353,7 +353,7 @@ def test_an_error_leaves_the_next_call_at_baseline() -> None:
         assert_bits(remote(hidden), expected)
     remote(hidden, steer={1: random(HIDDEN)})
     assert_bits(remote(hidden), expected)
-    assert remote.peers._bans == {}  # type: ignore[attr-defined]
+    assert remote.peers.bans == {}  # type: ignore[attr-defined]
 
 
 def test_nan_is_an_answer() -> None:
@@ -361,7 +361,7 @@ def test_nan_is_an_answer() -> None:
     hidden[0, 1] = float("nan")
     out = remote(hidden)
     assert out[0, 1:].isnan().all() and not out[1].isnan().any()
-    assert remote.peers._bans == {}  # type: ignore[attr-defined]
+    assert remote.peers.bans == {}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
@@ -380,7 +380,7 @@ def test_a_request_that_is_too_large_is_the_caller_s() -> None:
     remote = make_flow("gpt2", TWO, batch_tokens=16)
     with pytest.raises(BudgetError, match="17 tokens in one request; this worker takes 16"):
         remote(random(1, 17, HIDDEN))
-    assert remote.peers._bans == {}  # type: ignore[attr-defined]
+    assert remote.peers.bans == {}  # type: ignore[attr-defined]
     with Requests(remote) as requests:
         remote(random(4, 8, HIDDEN))  # sub-batches fit what the workers say that they take
         assert len(requests) == 4

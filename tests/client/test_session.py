@@ -34,6 +34,7 @@ from kwflow.wire.channel import call
 from kwflow.wire.message import Message
 from kwflow.worker.hello import FEATURES
 from kwflow.worker.server import Served
+from tests.doubles.workers import workers_of
 from tests.families.marks import every_family
 from tests.oracle import assert_bits, assert_close, cache_name, residual, tiny
 from tests.oracle.tiny import (
@@ -267,12 +268,13 @@ def test_steps_reorders_and_rollbacks_in_any_order(seed: int) -> None:
 def test_a_step_taken_again_is_the_same_step() -> None:
     """An interrupted step did not happen here, and may have happened there: its start column says so."""
     hidden, remote = random(B, 6, D), flow("llama", TWO)
-    with remote.session(6) as session, remote.session(6) as other:
-        for one in (session, other):
+    with remote.session(6) as session, remote.session(6) as other, remote.session(6) as third:
+        for one in (session, other, third):
             one.step(hidden[:, :4])
         masked = torch.tensor([[1, 1, 1, 1, 0]]).repeat(B, 1)
-        lost = session.step(hidden[:, 4:5] * 3, attention_mask=masked, steer={0: random(D)})
-        session.position, session._mask = 4, None  # what an interrupt leaves: the worker is ahead of the client
+        wrong = {"hidden": hidden[:, 4:5] * 3, "attention_mask": masked, "steer": {0: random(D)}}
+        lost = third.step(**wrong)
+        workers_of(remote).interrupt(lambda: session.step(**wrong))  # the worker is ahead of the client
         again = session.step(hidden[:, 4:])
         assert_bits(again, other.step(hidden[:, 4:]))
         assert not torch.equal(lost, again[:, :1])
@@ -507,7 +509,7 @@ def test_after_a_step_that_failed_all_is_sent_again() -> None:
     remote, hidden, v = make_flow("llama", TWO), random(B, 3, D), random(D, seed=1)
     with Requests(remote) as requests, remote.session(3) as session:
         session.step(hidden[:, :1], steer={0: v, 3: v})
-        second = session._stages.stages[1]
+        second = session.workers[1]
         second.hop = replace(second.hop, start=1)  # the second worker does not serve it
         with pytest.raises(SpanError):
             session.step(hidden[:, 1:2], steer={0: v, 3: v})
@@ -535,7 +537,7 @@ def test_a_number_that_a_worker_does_not_hold_is_refused() -> None:
     remote.kwargs()
     request = Message({"op": "run", "span": [0, 4]}, {"hidden": random(1, 2, D), "kwargs": [0]})
     with pytest.raises(KwargError, match="a request's kwargs are"):
-        loop.run(remote.peers.pool(next(iter(remote.peers.pool._idle)), request))
+        loop.run(remote.peers.pool(remote.peers.known()[0].peer, request))
 
 
 # ---- room

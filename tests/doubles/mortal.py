@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 import torch
 
 from kwflow.client.flow import Flow
@@ -25,39 +22,6 @@ class Swarm(Workers):
     def __init__(self, family: str, *spans: tuple[int, int], dtype: torch.dtype = torch.float32, **limits: Any):
         super().__init__([Served(tiny.span(family, *span, dtype), model=family, **limits) for span in spans])
         self.flow = Flow(tiny.ends(family, dtype), self.peers(), (0, tiny.LAYERS))
-
-    def kill(self, worker: int, after: int = 0) -> None:
-        """Let it die: now, or as soon as it has answered so many more requests (but hello)."""
-        self.left[worker] = after
-
-    def revive(self, worker: int) -> None:
-        self.left.pop(worker, None)
-
-    def answers(self, worker: int, answer: Answer) -> None:
-        """Let it change its replies (but hello)."""
-        self.changes[worker] = answer
-
-    def asked(self, worker: int) -> int:
-        return sum(number == worker and op in ("run", "step") for number, op in self.seen)
-
-    def interrupt(
-        self, step: Callable[[], object], worker: int = 0, then: Callable[[], Awaitable[Any]] | None = None
-    ) -> None:
-        """Interrupt the caller of a step, as Jupyter does, once a worker has its part, which goes on after ``then``."""
-
-        async def before(number: int) -> None:
-            if number == worker:
-                self.before = None
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                if then is not None:
-                    await then()
-
-        self.before, handler = before, signal.signal(signal.SIGINT, signal.default_int_handler)
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                step()
-        finally:
-            signal.signal(signal.SIGINT, handler)
 
     @property
     def bans(self) -> dict[str, Ban]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import pytest
+
 from kwflow.client.flow import Flow
 from kwflow.client.peers import KnownPeers
+from kwflow.client.routing import Serves
 from kwflow.errors import WorkerFailed
 from kwflow.swarm.connect import in_process
 from kwflow.wire.channel import DIAL_SECONDS, Accept, Channel, Connection, Cut
@@ -48,6 +52,39 @@ class Workers:
         self.left: dict[int, int] = {}  # requests until a worker dies
         self.changes: dict[int, Answer] = {}
 
+    def kill(self, worker: int, after: int = 0) -> None:
+        """Let it die: now, or as soon as it has answered so many more requests (but hello)."""
+        self.left[worker] = after
+
+    def revive(self, worker: int) -> None:
+        self.left.pop(worker, None)
+
+    def answers(self, worker: int, answer: Answer) -> None:
+        """Let it change its replies (but hello)."""
+        self.changes[worker] = answer
+
+    def asked(self, worker: int) -> int:
+        return sum(number == worker and op in ("run", "step") for number, op in self.seen)
+
+    def interrupt(
+        self, step: Callable[[], object], worker: int = 0, then: Callable[[], Awaitable[Any]] | None = None
+    ) -> None:
+        """Interrupt the caller of a step, as Jupyter does, once a worker has its part, which goes on after ``then``."""
+
+        async def before(number: int) -> None:
+            if number == worker:
+                self.before = None
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                if then is not None:
+                    await then()
+
+        self.before, handler = before, signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                step()
+        finally:
+            signal.signal(signal.SIGINT, handler)
+
     def peers(self, checkpoint: str = "") -> KnownPeers:
         return in_process(self.served, checkpoint=checkpoint, transport=self._to, view=self._view)
 
@@ -59,10 +96,13 @@ class Workers:
     def _listening(self, peer: str, accept: Accept) -> Accept:
         return lambda remote: _Listening(self, peer, accept(remote))
 
-    def _view(self) -> list[Listed]:
-        specs = [one.spec for one in self.served]
-        every = [Listed(name, spec.start, spec.stop) for name, spec in zip(self.names, specs, strict=True)]
-        return [one for number, one in enumerate(every) if number not in self.hidden]
+    def _view(self) -> list[Serves]:
+        return [self.listed(number) for number in range(len(self.served)) if number not in self.hidden]
+
+    def listed(self, number: int) -> Serves:
+        """What the directory says of a worker."""
+        spec = self.served[number].spec
+        return Listed(self.names[number], spec.start, spec.stop)
 
     async def open(self, peer: str, *, timeout: float = DIAL_SECONDS) -> Channel:
         number = self.names.index(peer)

@@ -23,6 +23,7 @@ from kwflow.errors import BlockError, KwargError, UnsupportedError
 from kwflow.models.families import FAMILIES, family_of
 from kwflow.models.files.checkpoint import Checkpoint, layer_count
 from kwflow.models.spans import load_span
+from tests.doubles.workers import workers_of
 from tests.families.configs import CONFIGS, HEADS, MAX_LENGTH, config
 from tests.families.table import (
     CHECKS,
@@ -213,21 +214,19 @@ def test_points_are_where_the_row_says(name: str) -> None:
 def test_a_session_holds_what_was_counted(name: str) -> None:
     """Bytes of keys and values, as the budget is told before there are any."""
     remote = make_flow(name, ONE)
-    served = next(iter(remote.peers.pool.transport._accept.values())).__self__  # type: ignore[attr-defined]
-    held: list[KV] = []
+    (served,), used = workers_of(remote).served, dict[int, int]()
     write = KV.write
 
-    def spy(self: KV, *args: Any) -> Any:
-        held.append(self)
-        return write(self, *args)
+    def spy(self: KV, layer: int, *args: Any) -> Any:
+        pair = write(self, layer, *args)
+        used[layer] = sum(tensor.untyped_storage().nbytes() for tensor in pair)  # of which the pair is a view
+        return pair
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(KV, "write", spy)
         with remote.session(MAX_LENGTH // 2) as session:
             session.step(random(B, 3, D))
-            pairs = [pair for pair in held[0]._layers.values() if pair is not None]
-            used = sum(tensor.numel() * tensor.element_size() for pair in pairs for tensor in pair)
-    assert len(pairs) == L and used == served.kv_size(B, MAX_LENGTH // 2, L)
+    assert len(used) == L and sum(used.values()) == served.kv_size(B, MAX_LENGTH // 2, L)
 
 
 @rows(["opt", "gpt_oss"], ["opt", "mpt", "gemma2", "mixtral", "falcon", "gpt_neo", "deepseek_v3", "gpt_oss"])

@@ -23,6 +23,7 @@ from kwflow.wire.channel import call
 from kwflow.wire.message import Message
 from kwflow.worker.server import Served
 from tests.doubles.here import HereSwarm
+from tests.doubles.processes import until
 from tests.oracle import tiny
 
 F = kf.faults
@@ -211,7 +212,7 @@ def test_what_a_client_sees_of_a_workers_process() -> None:
             client.ask()
             with pytest.raises(WorkerFailed, match="EOF"):
                 client.ask("step")
-            first.child._process.wait(10)
+            until(lambda: not first.alive, 10)
             with pytest.raises(WorkerFailed, match="cannot be told"):
                 F.inject(swarm, 0, F.Slow(1.0))
         finally:
@@ -223,7 +224,7 @@ def _check_directory(swarm: Any, client: Client) -> None:
 
         def listed(there: bool) -> None:
             deadline = time.monotonic() + 8.0
-            while (swarm.workers[0].peer in [one.peer for one in flow.peers._view()]) != there:  # type: ignore[attr-defined]
+            while (swarm.workers[0].peer in [one.peer for one in flow.peers.known()]) != there:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)
 

@@ -93,7 +93,7 @@ def test_an_auto_class_makes_the_family_s_own(family: str) -> None:
         for kind in (own, auto):
             torch.manual_seed(4)  # of the classifier's head
             model = kind.from_pretrained(folder(family), flow=flow, timeout=30)
-            assert type(model) is own and isinstance(model, auto) and model.flow._options.timeout == 30
+            assert type(model) is own and isinstance(model, auto) and model.flow.dispatcher.options.timeout == 30
             outs.append(model(**given(2))[0])
         assert_bits(*outs[-2:], name)
 
@@ -271,7 +271,7 @@ def test_models_over_one_flow_share_tensors_and_nothing_else() -> None:
     one = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("llama"), flow=flow, timeout=30)
     other = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("llama"), flow=flow)
     base = Base.from_pretrained(folder("llama"), flow=flow)
-    assert one is not other and one.flow._options.timeout == 30 != other.flow._options.timeout
+    assert one is not other and one.flow.dispatcher.options.timeout == 30 != other.flow.dispatcher.options.timeout
     assert one.get_input_embeddings().weight is base.get_input_embeddings().weight
     x = flow.inputs(ids(2, 4))
     assert_bits(flow.head(flow(**x)), one(ids(2, 4)).logits, "embed and head do not run the layers")

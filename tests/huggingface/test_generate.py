@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
+from kwflow.client.stages import Stages
 from kwflow.errors import KwargError, SessionError, SpanError, UnknownKwarg, UnsupportedError
 from tests.families.marks import quickly
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of, with_prompts
@@ -268,10 +269,9 @@ def test_a_resumed_session_adds_no_token(pair: tuple[Any, Any], monkeypatch: pyt
     assert first[name].get_seq_length() == 7 + 5 - 1  # the last token has not been through the layers
     mask = torch.cat([given["attention_mask"], torch.ones(2, 5).long()], 1)
     more = {"input_ids": first.sequences, "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
-    session, columns = first[name].session, []
-    step = session._step
+    step, columns = Stages.step, []
     monkeypatch.setattr(
-        session, "_step", lambda hidden, *a, **k: columns.append(hidden.shape[1]) or step(hidden, *a, **k)
+        Stages, "step", lambda self, one, *a: columns.append(one.hidden.shape[1]) or step(self, one, *a)
     )
     assert torch.equal(model.generate(**more, **{name: first[name]}), whole)
     with pytest.raises(UnsupportedError, match="cannot be copied"):
@@ -542,7 +542,7 @@ def test_from_pretrained(tmp_path: Any) -> None:
     with pytest.raises(TypeError, match="from_pretrained"):
         kf.AutoDistributedModelForCausalLM()
     model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("gpt2"), batch_tokens=7, timeout=30)
-    assert model.flow._options.batch_tokens == 7 and isinstance(model, type(huggingface("gpt2")))
+    assert model.flow.dispatcher.options.batch_tokens == 7 and isinstance(model, type(huggingface("gpt2")))
     assert torch.equal(
         model.generate(**prompt(), max_new_tokens=3), huggingface("gpt2").generate(**prompt(), max_new_tokens=3)
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import kwflow as kf
-from kwflow.client.session import Session
+from kwflow.client.stages import Stages
 from kwflow.errors import KwargError, ModelError, UnsupportedError
 from tests.families.marks import every_family, quickly
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of
@@ -162,13 +162,13 @@ def test_generate_goes_on_behind_the_prompts(family: str, mode: str, way: str) -
 
 def test_a_tuned_session_is_resumed_and_drafts_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model, local = tuned("llama"), huggingface("llama")
-    name, step, sent = cache_name(local), Session._step, []
+    name, step, sent = cache_name(local), Stages.step, []
 
-    def kept(self: Any, hidden: Tensor, kwargs: Any, **more: Any) -> Tensor:
-        sent.append("prompts" in kwargs)
-        return step(self, hidden, kwargs, **more)
+    def kept(self: Any, one: Any, *more: Any) -> Any:
+        sent.append("prompts" in one.bound.names())
+        return step(self, one, *more)
 
-    monkeypatch.setattr(Session, "_step", kept)
+    monkeypatch.setattr(Stages, "step", kept)
     whole = model.generate(ids(2, 4), max_new_tokens=9, do_sample=False)
     assert sent == [True, *[False] * 8], "deep prompts are sent with the first columns only"
     first = model.generate(ids(2, 4), max_new_tokens=5, do_sample=False, return_dict_in_generate=True)

@@ -385,7 +385,7 @@ def test_max_length_has_to_hold_the_prefix() -> None:
     with flow("llama", TWO).session(P + S - 1) as session:
         with pytest.raises(SessionError, match=rf"columns 0:{S} behind a prefix of {P} do not fit max_length {S + 3}"):
             session.step(hidden, prefix_kv=prefix)
-        assert (session.position, session.prefix, [stage.steps for stage in session._stages.stages]) == (0, 0, [[], []])
+        assert (session.position, session.prefix, [stage.steps for stage in session.workers]) == (0, 0, [[], []])
         session.step(hidden)
     with flow("llama", TWO).session(P + S) as session:
         session.step(hidden, prefix_kv=prefix)

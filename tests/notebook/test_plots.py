@@ -206,7 +206,7 @@ def test_a_session_shows_its_kwargs_and_whom_it_lost() -> None:
         page = session._repr_html_()
         assert f"<td style='text-align:left;padding:0 1em 0 0'>0:{S + 1}</td>" in page and "steer" in page
         assert "no worker was lost" in page
-        swarm.kill(swarm.names.index(session._stages.stages[1].hop.peer))
+        swarm.kill(swarm.names.index(session.workers[1].hop.peer))
         session.step(random(B, 1, D))
         page = session._repr_html_()
     assert "3 stepwise, bitwise" in page and session.replays[0].reason in page

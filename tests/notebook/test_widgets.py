@@ -14,6 +14,7 @@ import torch
 
 import kwflow as kf
 from kwflow.errors import KwargError, SpanError, UnsupportedError
+from kwflow.swarm import local
 from tests.doubles import here
 from tests.doubles.mortal import Swarm
 from tests.doubles.processes import until
@@ -123,7 +124,7 @@ def test_what_fails_is_said_in_the_panel_and_the_next_goes_on(lab: Any) -> None:
 def test_stop_and_a_second_generate_end_the_first(lab: Any) -> None:
     lab.new_tokens.value = 200
     lab.go.click()
-    first = lab._thread
+    (first,) = threads("kwflow-steer-lab")
     until(lambda: lab.ids is not None)
     assert not lab.stop.disabled
     lab.new_tokens.value = 6
@@ -329,8 +330,8 @@ def test_a_view_of_real_processes() -> None:
 @pytest.mark.timeout(180)
 def test_a_worker_that_starts_while_its_swarm_is_closed_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = kf.local_swarm(tiny.folder("llama"), workers=[(0, 4)])
-    spawn, spawned = swarm._spawn, list[Any]()
-    monkeypatch.setattr(swarm, "_spawn", lambda span: spawned.append(spawn(span)) or spawned[-1])
+    make, spawned = local.LocalWorker, list[Any]()
+    monkeypatch.setattr(local, "LocalWorker", lambda *a: spawned.append(make(*a)) or spawned[-1])
     view = kf.notebook.swarm_view(swarm)
     view.add.click()
     until(lambda: spawned)

@@ -20,7 +20,7 @@ import pytest
 import torch
 from hivemind.utils.multiaddr import Multiaddr
 
-from kwflow.errors import BudgetError, KwargError, NoRoute, ProtocolError, WorkerFailed
+from kwflow.errors import BudgetError, KwargError, NoRoute, WorkerFailed
 from kwflow.swarm import hivemind, streams
 from kwflow.swarm.directory import Directory, WorkerRecord, announced, models
 from kwflow.swarm.hivemind import Node
@@ -59,7 +59,7 @@ def client(swarm: LocalSwarm) -> Iterator[Node]:
     node = run(Node.start(own_session=True, client=True, initial_peers=swarm.peers, silence=2.5), 20)
     yield node
     run(node.stop(), 10)
-    assert not living(pid=node._daemon.pid) and not sockets(os.getpid())
+    assert not living(pid=node.daemon.pid) and not sockets(os.getpid())
 
 
 async def counts(node: Node, peer: str) -> dict[str, int]:
@@ -162,15 +162,16 @@ def test_request_over_the_limit_is_refused_readably(swarm: LocalSwarm, client: N
         (frame(Kind.LAST, dumps(Message())).replace(b'\\"v\\":1', b'\\"v\\":7'), "version 7; version 1 is spoken here"),
     ],
 )
-def test_broken_bytes_are_answered(swarm: LocalSwarm, client: Node, data: bytes, said: str) -> None:
+def test_broken_bytes_are_answered(
+    swarm: LocalSwarm, client: Node, data: bytes, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def work() -> None:
         channel = await client.open(swarm.workers[0].peer)
-        reply = channel._inbox.reply = asyncio.get_running_loop().create_future()
-        channel._writer.write(data)
         async with asyncio.timeout(5):
-            answer = bytes(await reply)
-        assert b'"ProtocolError"' in answer.replace(b"\\", b"")
-        assert any(part.encode() in answer for part in said.split("|"))
+            with monkeypatch.context() as patched:
+                patched.setattr(streams, "frames", lambda message: iter([data]))  # of this side
+                answer = (await channel(Message())).meta["error"]
+        assert answer["type"] == "ProtocolError" and said in answer["message"]
         if "kind" in said or "before" in said:  # the frames themselves are broken: nothing that comes after can be read
             async with asyncio.timeout(5):
                 while not channel.closed:
@@ -181,12 +182,20 @@ def test_broken_bytes_are_answered(swarm: LocalSwarm, client: Node, data: bytes,
     assert run(counts(client, swarm.workers[0].peer), 10)["open"] >= 1  # it still serves
 
 
-def test_unasked_reply_breaks_the_channel(swarm: LocalSwarm, client: Node) -> None:
+def test_unasked_reply_breaks_the_channel() -> None:
     async def work() -> None:
-        channel = await client.open(swarm.workers[0].peer)
-        with pytest.raises(ProtocolError, match="no request"):
-            channel._inbox._deliver(bytearray())
-        await channel.aclose()
+        def speak(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(frame(Kind.LAST, dumps(Message())))
+            writer.close()
+
+        async with await asyncio.start_server(speak, "127.0.0.1") as server:
+            channel = streams.StreamChannel("peer", *await asyncio.open_connection(*server.sockets[0].getsockname()))
+            async with asyncio.timeout(5):
+                while not channel.closed:
+                    await asyncio.sleep(0.005)
+            with pytest.raises(WorkerFailed, match="no request"):
+                await channel(Message())
+            await channel.aclose()
 
     run(work(), 10)
 
@@ -356,9 +365,9 @@ def test_a_slow_dial_goes_on_while_we_look_who_listens(listens: bool, monkeypatc
             port = server.sockets[0].getsockname()[1]
             if not listens:
                 server.close()
-            await hivemind._dial("", "peer", [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}")])
+            await hivemind.dial("", "peer", [Multiaddr(f"/ip4/127.0.0.1/tcp/{port}")])
 
-    monkeypatch.setattr(hivemind, "_connect", connect)
+    monkeypatch.setattr(hivemind, "connect", connect)
     if listens:
         asyncio.run(dial())
     else:
@@ -390,7 +399,7 @@ def test_a_stream_that_ends_before_it_begins_is_no_error(caplog: pytest.LogCaptu
         node = await Node.start(own_session=True)
         try:
             await node.serve(lambda peer: pytest.fail("nothing was asked"))
-            _, writer = await asyncio.open_unix_connection(node._daemon.handler)
+            _, writer = await asyncio.open_unix_connection(node.daemon.handler)
             writer.close()
             await asyncio.sleep(0.2)
         finally:
@@ -459,14 +468,14 @@ def test_records_expire_and_are_renewed(client: Node, swarm: LocalSwarm) -> None
 
 OWNER = """
     import asyncio, os, signal, sys, time
-    from kwflow.link import run
     from kwflow.swarm.hivemind import Node
-    from kwflow.wire import Message
+    from kwflow.wire.loop import run
+    from kwflow.wire.message import Message
 
     signal.signal(signal.SIGINT, lambda *_: print("interrupted", flush=True))
     node = run(Node.start(own_session=True, client=True, initial_peers=sys.argv[1:]), 20)
     channel = run(node.open(sys.argv[1]), 10)
-    print(node._daemon.pid, flush=True)
+    print(node.daemon.pid, flush=True)
     for line in sys.stdin:
         match line.strip():
             case "ask":
@@ -528,7 +537,7 @@ def test_owner_of_a_client_node(swarm: LocalSwarm) -> None:
 def test_a_dropped_p2pd_is_an_error_that_says_so(swarm: LocalSwarm) -> None:
     async def work() -> None:
         node = await Node.start(own_session=True, client=True, initial_peers=swarm.peers)
-        os.kill(node._daemon.pid, signal.SIGKILL)
+        os.kill(node.daemon.pid, signal.SIGKILL)
         async with asyncio.timeout(5):
             while node.alive:
                 await asyncio.sleep(0.005)
@@ -553,7 +562,7 @@ def test_a_node_that_the_dht_forgot_everybody_of_asks_again():
         try:
             await server.store({"key": ("subkey", 1)}, 30)
             before = await client.get(["key"])
-            table = client._dht.protocol.routing_table
+            table = client.dht.protocol.routing_table
             for node in list(table.uid_to_peer_id):
                 del table[node]
             return before, await client.get(["key"])

@@ -20,7 +20,7 @@ import torch
 
 from kwflow.errors import KwargError, ModelError, SpanError, WorkerFailed
 from kwflow.swarm.hivemind import Node
-from kwflow.swarm.local import LocalSwarm, _spans, end_with_swarm, local_swarm
+from kwflow.swarm.local import LocalSwarm, end_with_swarm, local_swarm, spans_of
 from kwflow.wire.loop import run
 from kwflow.wire.message import Message
 from tests.doubles.processes import living, until
@@ -167,9 +167,9 @@ def test_a_start_has_a_deadline() -> None:
 def test_what_is_asked_for_is_checked_first(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 5}')
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert _spans(str(tmp_path), 2) == [(0, 2), (2, 5)]
-    assert _spans(str(tmp_path), 5) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
-    assert _spans(str(tmp_path), [(3, 5), (0, 3)]) == [(3, 5), (0, 3)]
+    assert spans_of(str(tmp_path), 2) == [(0, 2), (2, 5)]
+    assert spans_of(str(tmp_path), 5) == [(0, 1), (1, 2), (2, 3), (3, 4), (4, 5)]
+    assert spans_of(str(tmp_path), [(3, 5), (0, 3)]) == [(3, 5), (0, 3)]
     for workers in (0, 6, [], [(2, 2)], [(-1, 2)], 2.5, True, "2", [3, 5]):
         with pytest.raises(SpanError):
             local_swarm(tmp_path, workers)  # type: ignore[arg-type]

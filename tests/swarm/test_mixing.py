@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 import kwflow as kf
 from kwflow.client.flow import Flow
-from kwflow.client.peers import KnownPeers
 from kwflow.errors import ModelError, NoRoute, WorkerFailed
 from kwflow.models.ends import ModelEnds
 from kwflow.models.files.checkpoint import Checkpoint
@@ -22,8 +21,8 @@ from kwflow.models.spans import load_span
 from kwflow.swarm.connect import in_process
 from kwflow.swarm.directory import WorkerRecord
 from kwflow.swarm.lifetime import same_imports
-from kwflow.wire.in_process import InProcess
 from kwflow.worker.server import Served
+from tests.doubles.workers import Workers
 from tests.oracle import assert_bits, tiny
 
 
@@ -91,50 +90,33 @@ def test_a_worker_that_does_not_say_its_weights_is_not_used() -> None:
         flow(tiny.folder("llama"), [worker])(HIDDEN)
 
 
-class Recorded:
+class Recorded(Workers):
     """A swarm whose directory holds the workers' checkpoints, as a real one does."""
 
     def __init__(self, client: Path, *workers: Served):
-        self.asked: list[str] = []
-        self.names = [f"peer-{number}" for number in range(len(workers))]
-        self.records = [
-            WorkerRecord("tiny", name, (), one.spec.start, one.spec.stop, 4, one.spec.identity["checkpoint"])
-            for name, one in zip(self.names, workers, strict=True)
-        ]
-        accept = {name: self._accept(name, one) for name, one in zip(self.names, workers, strict=True)}
-        self.transport = InProcess(accept)
-        checkpoint = Checkpoint(client).checkpoint_id()
-        peers = KnownPeers(self.transport, lambda: self.records, checkpoint=checkpoint)
-        self.flow = Flow(ModelEnds(client), peers, (0, 4))
+        super().__init__(workers)
+        self.flow = Flow(ModelEnds(client), self.peers(Checkpoint(client).checkpoint_id()), (0, 4))
 
-    def _accept(self, name: str, served: Served) -> Any:
-        def accept(remote: str) -> Any:
-            self.asked.append(name)
-            return served.accept(remote)
-
-        return accept
+    def listed(self, number: int) -> WorkerRecord:
+        spec = self.served[number].spec
+        return WorkerRecord("tiny", self.names[number], (), spec.start, spec.stop, 4, spec.identity["checkpoint"])
 
 
 def test_whom_the_directory_gives_other_weights_is_not_even_asked(other: Path) -> None:
     swarm = Recorded(tiny.folder("llama"), *served(other, (0, 4)), *served(tiny.folder("llama"), (0, 4)))
     swarm.flow(HIDDEN)
-    assert set(swarm.asked) == {"peer-1"}
+    assert set(swarm.dialled) == {1}
 
 
 def test_a_dead_worker_is_no_route_though_others_have_other_weights(other: Path) -> None:
     """It may come back: the caller made no mistake."""
     swarm = Recorded(tiny.folder("llama"), *served(other, (0, 4)), *served(tiny.folder("llama"), (0, 4)))
     swarm.flow(HIDDEN)
-
-    async def refuse(peer: str, **_: Any) -> Any:
-        raise WorkerFailed("connection refused", peer=peer)
-
-    swarm.transport.open = refuse  # type: ignore[method-assign]
-    swarm.flow.peers.pool._idle.clear()
+    swarm.kill(1)
     with pytest.raises(NoRoute) as raised:
         swarm.flow.options(timeout=0.5)(HIDDEN)
     assert isinstance(raised.value.__cause__, WorkerFailed)
-    swarm.records.pop(1)
+    swarm.hidden.add(1)
     with pytest.raises(ModelError, match=ids(other)):
         swarm.flow(HIDDEN)
 
@@ -173,7 +155,7 @@ def test_one_name_in_a_real_swarm(swarm: Any, other: Path) -> None:
         local = kf.connect(folder)(HIDDEN)
         with kf.connect(folder, peers=peers, name="shared name") as remote:
             assert_bits(remote(HIDDEN), local)
-            assert len(remote.peers._view()) == 2  # type: ignore[attr-defined]
+            assert len(remote.peers.known()) == 2
     with kf.connect(tiny.folder("llama"), peers=peers) as nameless, pytest.raises(NoRoute):
         nameless(HIDDEN)
     with kf.connect(other, peers=peers, name="shared name") as remote:

@@ -52,7 +52,7 @@ def test_the_middle_one_dies_and_a_larger_one_closes_the_gap(tmp_path: Path) -> 
         flow = kf.connect(swarm.model, peers=swarm.peers)
         with torch.no_grad(), flow.session(16) as session:
             expected = changing(session, 24)
-            assert [hop.span for hop in session._hops] == [(0, 8), (8, 14), (14, 24)]
+            assert [worker.hop.span for worker in session.workers] == [(0, 8), (8, 14), (14, 24)]
 
         def lost() -> None:
             swarm.add(6, 24)

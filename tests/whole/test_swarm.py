@@ -111,7 +111,7 @@ def test_cached_steps_cost_few_bytes(flow: Any, push: bool, told: int) -> None:
         assert 0 < beside_tensors(0) <= 2 * 400
         assert 0 < beside_tensors(vector.nbytes, steer={12: vector}) <= 2 * 400 + 200  # it says what it is, once
         assert 0 < beside_tensors(0, steer={12: vector}) <= 2 * 400 + 20
-        assert not session._stages.carried, "real workers reach each other"
+        assert not session.carried, "real workers reach each other"
 
 
 def test_in_a_running_loop_under_inference_mode_and_from_threads(flow: Any) -> None:

@@ -185,10 +185,10 @@ def test_failures_at_once_count_once_and_the_last_worker_is_tried_again() -> Non
     remote = make_flow("gpt2", TWO)
     expected = remote(HIDDEN_2)
     peers: Any = remote.peers
-    peer = peers._view()[0].peer
+    peer = peers.known()[0].peer
     for _ in range(3):
         peers.failed(WorkerFailed("silent", peer=peer))
-    assert peers._bans[peer].failures == 1
+    assert peers.bans[peer].failures == 1
     assert_bits(remote(HIDDEN_2), expected)  # it is the only one, and it answers
     with pytest.raises(NoRoute, match="layer 0"):
         remote.options(peers_blocked=peer)(HIDDEN_2)
