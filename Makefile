@@ -40,17 +40,17 @@ notebooks: $(DEV)
 	$(BIN)/jupyter lab notebooks
 
 check-notebooks: $(DEV)
-	$(BIN)/python tests/execute_notebooks.py notebooks
+	$(BIN)/python tests/whole/execute_notebooks.py notebooks
 
 # The bitwise tests and a notebook once more, as on a processor with fewer instructions (MKL heeds its variable on Intel's).
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 SSE4 := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41
 LESS := $(if $(shell grep -ow -m 1 avx512f /proc/cpuinfo 2>/dev/null),$(AVX2),$(SSE4))
-BITWISE := $(patsubst %,tests/test_%.py,every_family every_kwarg families numerics peft session survive)
+BITWISE := tests/blocks/test_numerics.py tests/client/test_session.py tests/client/test_survive.py tests/families/test_every_family.py tests/families/test_families.py tests/kwargs/test_every_kwarg.py tests/research/test_peft.py
 
 check-isa: $(DEV)
-	$(LESS) $(PYTEST) -m "not slow and not swarm" $(BITWISE)
-	$(LESS) $(BIN)/python tests/execute_notebooks.py notebooks 08
+	$(LESS) $(PYTEST) -m "not slow and not rest and not swarm" $(BITWISE)
+	$(LESS) $(BIN)/python tests/whole/execute_notebooks.py notebooks 08
 
 clean:
 	rm -rf $(VENV)

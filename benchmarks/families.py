@@ -1,8 +1,8 @@
 """``python -m benchmarks.families``: every family against transformers on small random models, a Markdown table.
 
-The checks are those of ``tests/test_every_family.py``. A cell is "bitwise", or the largest gap relative to the largest
-magnitude. ``--only NAME …`` runs some rows; ``--write`` puts them into the table of ``docs/families.md``. Progress goes
-to stderr.
+The checks are those of ``tests/families/test_every_family.py``. A cell is "bitwise", or the largest gap relative to
+the largest magnitude. ``--only NAME …`` runs some rows; ``--write`` puts them into the table of ``docs/families.md``.
+Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from benchmarks.page import Table, render
 from kwflow.errors import KwflowError
 from kwflow.models.families import family_of
-from tests.configs import CONFIGS, config
-from tests.table import CHECKS, NOT_IN_FLOAT64, Compared, higher_order
+from tests.families.configs import CONFIGS, config
+from tests.families.table import CHECKS, NOT_IN_FLOAT64, Compared, higher_order
 
 BFLOAT16 = ("llama", "gpt2", "gemma2", "qwen2")
 

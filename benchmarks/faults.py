@@ -30,8 +30,8 @@ import torch
 import kwflow as kf
 from kwflow.client.flow import Flow
 from kwflow.errors import DeadlineError, KwflowError, NoRoute
-from tests.here import HereSwarm
-from tests.jobs import JOBS, Draw, Sizes, differences
+from tests.doubles.here import HereSwarm
+from tests.faults.jobs import JOBS, Draw, Sizes, differences
 
 Span = tuple[int, int]
 LAYERS = 8
@@ -204,7 +204,7 @@ def tiny_model(where: str, layers: int = LAYERS) -> Path:
     """A small random llama."""
     from transformers import AutoModelForCausalLM
 
-    from tests.configs import config
+    from tests.families.configs import config
 
     settings = config("llama")
     settings.num_hidden_layers = layers

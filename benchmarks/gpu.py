@@ -182,7 +182,7 @@ def _proofs_of(
     want = _layers(local, here[0].to(dtype), mask.to(device), steer=(1, here[1])).to(client)
     theirs = torch.autograd.grad(want.float().square().sum(), here)
     for what, a, b in zip(("gradient of hidden", "gradient of steer"), ours, theirs, strict=True):
-        found.append(_near(f"{what}, on {device.type}", names, a, b, table))
+        found.append(near(f"{what}, on {device.type}", names, a, b, table))
 
     with flow.session(max_length=sizes.tokens) as session:
         cut = sizes.tokens - 4
@@ -191,11 +191,11 @@ def _proofs_of(
     with torch.no_grad():
         whole = _layers(local, hidden.to(device, dtype), mask.to(device)).to(client)
     at = mask.bool().to(device)
-    found.append(_near("prefill and decode", names, torch.cat(outs, 1)[at], whole[at], table))
+    found.append(near("prefill and decode", names, torch.cat(outs, 1)[at], whole[at], table))
     return found
 
 
-def _near(what: str, names: str, ours: Tensor, want: Tensor, table: torch.dtype) -> Proof:
+def near(what: str, names: str, ours: Tensor, want: Tensor, table: torch.dtype) -> Proof:
     if ours.device != want.device or ours.dtype != want.dtype:
         return Proof(what, names, f"on {ours.device} in {_short(ours.dtype)}", float("inf"), False)
     largest, gap = want.abs().max().item(), (ours.double() - want.double()).abs().max().item()

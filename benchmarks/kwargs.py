@@ -1,7 +1,7 @@
 """``python -m benchmarks.kwargs``: every kwarg and check, in small random models of every family; a Markdown table.
 
-The checks are those of ``tests/test_every_kwarg.py``. A cell is the worst of the families: "bitwise", or the largest
-gap relative to the largest magnitude; "refused" where the wrong call was; "–" where the check does not apply.
+The checks are those of ``tests/kwargs/test_every_kwarg.py``. A cell is the worst of the families: "bitwise", or the
+largest gap relative to the largest magnitude; "refused" where the wrong call was; "–" where the check does not apply.
 ``--write`` puts them into the table of ``docs/kwargs.md``; ``--kwargs ROW …`` and ``--checks CHECK …`` measure some,
 and the page keeps the others. ``--only NAME …`` runs some families. Progress, and what these refuse, goes to stderr.
 """
@@ -17,11 +17,11 @@ import torch
 
 from benchmarks.families import BFLOAT16
 from benchmarks.page import Table, render
-from tests.configs import CONFIGS
-from tests.row import Row
-from tests.rows import ROWS
-from tests.suite import CHECKS, COMPARISONS, DERIVATIVES, REFUSALS, applies, refusing
-from tests.table import NOT_IN_FLOAT64, Compared
+from tests.families.configs import CONFIGS
+from tests.families.table import NOT_IN_FLOAT64, Compared
+from tests.kwargs.row import Row
+from tests.kwargs.rows import ROWS
+from tests.kwargs.suite import CHECKS, COMPARISONS, DERIVATIVES, REFUSALS, applies, refusing
 
 COLUMNS = [
     ("value", "fp32"),

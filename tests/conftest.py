@@ -14,7 +14,7 @@ import pytest
 import torch
 
 # Programs, not modules: to collect doctests, pytest would run the one, and import half of Jupyter (5 s) for the other.
-collect_ignore = ["echo_worker.py", "execute_notebooks.py"]
+collect_ignore = ["doubles/echo_worker.py", "whole/execute_notebooks.py"]
 
 # Runs are the same everywhere: a failing example is found again by running the test again. deadline: CPUs are shared.
 hypothesis.settings.register_profile("kwflow", deadline=None, derandomize=True, max_examples=50)

@@ -177,6 +177,11 @@ class KnownPeers:
         """What the workers that this client has met say of themselves."""
         return list(self._hellos.values())
 
+    @property
+    def bans(self) -> dict[str, Ban]:
+        """The workers that routes avoid, by name, as of now."""
+        return dict(self._bans)
+
     def known(self) -> list[KnownWorker]:
         """The workers that serve some layers now, as far as this client knows; nobody is asked."""
         return [

@@ -26,7 +26,7 @@ from kwflow.client.peers import Hop
 from kwflow.client.replay import folded
 from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry
-from kwflow.client.stage import Reorder, Replay, Step
+from kwflow.client.stage import Reorder, Replay, Stage, Step
 from kwflow.client.stages import Stages, free
 from kwflow.errors import DeadlineError, KwargError, SessionError, ShapeError
 from kwflow.kwargs import prefix_kv
@@ -161,6 +161,16 @@ class Session:
         """Which workers were replaced in the middle of this session, by whom, and how."""
         return [] if self._stages is None else self._stages.replays
 
+    @property
+    def workers(self) -> list[Stage]:
+        """The workers that hold its keys and values, in the order of their layers; none before the first step."""
+        return [] if self._stages is None else list(self._stages.stages)
+
+    @property
+    def carried(self) -> set[str]:
+        """The workers whose output goes to the next one through this client: they cannot reach it, or do so wrongly."""
+        return set() if self._stages is None else set(self._stages.carried)
+
     def inputs(self, ids: Tensor | Sequence[str] | str | Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Embed the next token ids (batch, seq): positions go on from each row's last token."""
         tokens, mask = token_ids(self.ends, ids)
@@ -244,7 +254,7 @@ class Session:
         return f"Session({self.ends.name}, layers {self.span[0]}:{self.span[1]}, {state}, batch {self.batch})"
 
     def _repr_html_(self) -> str:
-        return session_page(repr(self), [] if self._stages is None else self._stages.stages, self.replays)
+        return session_page(repr(self), self.workers, self.replays)
 
     # ---- one step
 

@@ -4,12 +4,12 @@ A row says where the layers are, what positions mean, and where the points of a 
 transformers' own, and what it needs besides hidden is made by transformers' own forward (``kwflow.models.prepare``).
 Imports transformers only for the names of its classes, inside a function.
 
-To add a family: write its row in FAMILIES and a config of four small layers in ``tests/configs.py``, then run
-``pytest tests/test_every_family.py -k NAME`` and ``python -m benchmarks.families --only NAME``. A row of a model like
-llama is ``Family()``. Otherwise look in ``transformers/models/NAME/modeling_NAME.py``:
+To add a family: write its row in FAMILIES and a config of four small layers in ``tests/families/configs.py``, then run
+``pytest tests/families/test_every_family.py -k NAME`` and ``python -m benchmarks.families --only NAME``. A row of a
+model like llama is ``Family()``. Otherwise look in ``transformers/models/NAME/modeling_NAME.py``:
 
 - the base model's ``__init__``: the name of its ModuleList is ``layers``, with dots where it is deeper (opt's); a name
-  that no family has yet goes into LAYER_LISTS of ``tests/oracle.py`` too;
+  that no family has yet goes into LAYER_LISTS of ``tests/oracle/__init__.py`` too;
 - the base model's ``forward``: does it take ``position_ids``, and do they reach the layers? If not, say why in
   ``positions``. Does it unpack what a layer returns (``outputs[0]``)? Then ``tuples=True``;
 - the layer's ``__init__``: ``attn``, ``mlp`` and ``out``, the last Linear of the attention;

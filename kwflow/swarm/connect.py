@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 import torch
 
 from kwflow.client.flow import Flow
 from kwflow.client.peers import KnownPeers
+from kwflow.client.routing import Serves
 from kwflow.errors import (
     DeadlineError,
     KwargError,
@@ -34,12 +35,22 @@ class _Here:
         self.peer, self.start, self.stop = peer, served.spec.start, served.spec.stop
 
 
-def in_process(served: Sequence[Served], *, checkpoint: str = "") -> KnownPeers:
-    """Peers for workers of this process, through the same bytes as the network."""
+def in_process(
+    served: Sequence[Served],
+    *,
+    checkpoint: str = "",
+    transport: Callable[[Mapping[str, channel.Accept]], channel.Transport] = InProcess,
+    view: Callable[[], Sequence[Serves]] | None = None,
+) -> KnownPeers:
+    """Peers for workers of this process, through the same bytes as the network.
+
+    ``transport``: what brings requests to them, made of what each accepts channels with. ``view``: whom routes know of;
+    None: all of them.
+    """
     names = [f"here-{number:03d}" for number in range(len(served))]  # as long as what is shown of a peer id
-    view = [_Here(name, worker) for name, worker in zip(names, served, strict=True)]
-    transport = InProcess({name: worker.accept for name, worker in zip(names, served, strict=True)})
-    pool = channel.Pool(transport)
+    workers = [_Here(name, worker) for name, worker in zip(names, served, strict=True)]
+    reach = transport({name: worker.accept for name, worker in zip(names, served, strict=True)})
+    pool = channel.Pool(reach)
 
     async def neighbours(peer: str, layer: int, message: Message) -> Message:
         return await pool(peer, message)
@@ -52,7 +63,7 @@ def in_process(served: Sequence[Served], *, checkpoint: str = "") -> KnownPeers:
         for worker in served:
             worker.close()
 
-    return KnownPeers(transport, lambda: view, checkpoint=checkpoint, stop=stop)
+    return KnownPeers(reach, view or (lambda: workers), checkpoint=checkpoint, stop=stop)
 
 
 def connect(

@@ -51,7 +51,7 @@ class Node:
 
     def __init__(self, daemon: Daemon, p2p: Any, dht: DHTNode, addrs: Sequence[str], silence: float):
         self.peer_id, self.addrs = p2p.peer_id.to_base58(), list(addrs)
-        self._daemon, self._p2p, self._dht, self._silence = daemon, p2p, dht, silence
+        self.daemon, self._p2p, self.dht, self._silence = daemon, p2p, dht, silence
         self._book: dict[str, tuple[Multiaddr, ...]] = {}
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[Any]] = set()
@@ -107,7 +107,7 @@ class Node:
     @property
     def alive(self) -> bool:
         """Whether this node's own p2pd runs."""
-        return self._daemon.alive
+        return self.daemon.alive
 
     def learn(self, peer: str, addrs: Iterable[str]) -> None:
         """Remember where a peer says it listens; ``open`` then needs its id only. What does not read is left out."""
@@ -135,9 +135,9 @@ class Node:
         try:
             async with asyncio.timeout(timeout):
                 if addrs := self._book.get(peer):
-                    await _dial(self._daemon.control, peer, addrs)
+                    await dial(self.daemon.control, peer, addrs)
                 ask = p2pd_pb2.StreamOpenRequest(peer=known, proto=[PROTOCOL])
-                reader, writer = await _ask(self._daemon.control, type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
+                reader, writer = await _ask(self.daemon.control, type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=ask)
                 channel = StreamChannel(peer, reader, writer, limits=limits, silence=self._silence)
                 await channel.heard()
             self._opened.add(channel)
@@ -176,24 +176,24 @@ class Node:
 
         # NOTE [own listener] P2P.add_binary_stream_handler would do, but it reads in pieces of 64 KiB, keeps its
         # handlers running after shutdown, and puts its socket where a kill -9 leaves it for ever.
-        self._server = await asyncio.start_unix_server(answer, self._daemon.handler, limit=BUFFER_BYTES)
-        here = Multiaddr(f"/unix{self._daemon.handler}").to_bytes()
+        self._server = await asyncio.start_unix_server(answer, self.daemon.handler, limit=BUFFER_BYTES)
+        here = Multiaddr(f"/unix{self.daemon.handler}").to_bytes()
         ask = p2pd_pb2.StreamHandlerRequest(addr=here, proto=[PROTOCOL], balanced=False)
-        _, writer = await _ask(self._daemon.control, type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=ask)
+        _, writer = await _ask(self.daemon.control, type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=ask)
         writer.close()
 
     async def store(self, records: Mapping[str, Record], ttl: float) -> None:
         """Store ``{key: (subkey, value)}`` in the DHT for ``ttl`` seconds. Raises NoRoute if nobody took any."""
         keys = list(records)
         subkeys, values = [records[key][0] for key in keys], [records[key][1] for key in keys]
-        done = await self._dht.store_many(keys, values, time.time() + ttl, subkeys=subkeys)
+        done = await self.dht.store_many(keys, values, time.time() + ttl, subkeys=subkeys)
         if keys and not any(done.values()):
             raise NoRoute(f"no node of the DHT took the records {keys[0]!r} …")
 
     async def get(self, keys: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Read the latest ``{key: {subkey: value}}`` from the DHT, without what has expired."""
         await self._rejoin()
-        entries: dict[str, Any] = await self._dht.get_many(list(keys), sufficient_expiration_time=float("inf"))
+        entries: dict[str, Any] = await self.dht.get_many(list(keys), sufficient_expiration_time=float("inf"))
         now = time.time()
         return {
             key: {
@@ -211,18 +211,18 @@ class Node:
         NOTE [isolation] hivemind forgets a node that does not answer once; one that was stopped for a while, and the
         last one to be known, would never be asked again, and the directory would stay empty for good.
         """
-        protocol = self._dht.protocol
+        protocol = self.dht.protocol
         if protocol.routing_table.uid_to_peer_id:
             return
 
         async def ask(peer: str, addrs: Iterable[Multiaddr]) -> None:
             with contextlib.suppress(OSError, EOFError):  # OSError: TimeoutError too
                 async with asyncio.timeout(2.0):
-                    await _connect(self._daemon.control, peer, addrs)
+                    await connect(self.daemon.control, peer, addrs)
                     await protocol.call_ping(PeerID.from_base58(peer))
 
         await asyncio.gather(*(ask(peer, addrs) for peer, addrs in list(self._book.items())[:MAX_ASKED]))
-        self._dht.blacklist.clear()
+        self.dht.blacklist.clear()
         await asyncio.sleep(0.01)  # call_ping fills the table in a task of its own
 
     async def stop(self) -> None:
@@ -238,11 +238,11 @@ class Node:
         if self.alive:
             try:
                 async with asyncio.timeout(2.0):
-                    await self._dht.shutdown()
+                    await self.dht.shutdown()
             except TimeoutError:
                 log.warning("the DHT did not let go in 2 s")
         await self._p2p.shutdown()
-        await self._daemon.stop()
+        await self.daemon.stop()
 
 
 def _check_free(host: str, port: int) -> None:
@@ -289,19 +289,19 @@ async def _ask(control: str, **request: Any) -> tuple[asyncio.StreamReader, asyn
     return reader, writer
 
 
-async def _connect(control: str, peer: str, addrs: Iterable[Multiaddr]) -> None:
+async def connect(control: str, peer: str, addrs: Iterable[Multiaddr]) -> None:
     where = p2pd_pb2.ConnectRequest(peer=_id_bytes(peer), addrs=[addr.to_bytes() for addr in addrs])
     _, writer = await _ask(control, type=p2pd_pb2.Request.CONNECT, connect=where)
     writer.close()
 
 
-async def _dial(control: str, peer: str, addrs: Sequence[Multiaddr]) -> None:
+async def dial(control: str, peer: str, addrs: Sequence[Multiaddr]) -> None:
     """Connect to a peer, or find out soon that nobody listens where it was. Raises OSError.
 
     NOTE [lookup] when a dial is refused, p2pd asks its own DHT for other addresses before it says so: 2 ms, but 5 s and
     more where one of those that it asks is stopped (measured). A worker that has moved is in the directory anyway.
     """
-    dialling = asyncio.create_task(_connect(control, peer, addrs))
+    dialling = asyncio.create_task(connect(control, peer, addrs))
     try:
         await asyncio.wait({dialling}, timeout=LOOK_SECONDS)
         if not dialling.done() and all(await asyncio.gather(*(_refused(addr) for addr in addrs))):
@@ -339,7 +339,7 @@ async def _reach(daemon: Daemon, contacts: Sequence[tuple[str, Multiaddr]], time
     async def dial(peer: str, addr: Multiaddr) -> str | None:
         try:
             async with asyncio.timeout(timeout):
-                await _connect(daemon.control, peer, [addr])
+                await connect(daemon.control, peer, [addr])
         except TimeoutError:
             return f"{addr}: no answer in {timeout:g} s"
         except (OSError, EOFError) as error:

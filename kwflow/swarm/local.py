@@ -243,7 +243,7 @@ def local_swarm(
     if isinstance(block_fn, str):
         command += ["--block-fn", block_fn]
     function = b"" if block_fn is None or isinstance(block_fn, str) else _pickled(block_fn)
-    spans = _spans(where, workers)
+    spans = spans_of(where, workers)
     swarm = LocalSwarm(where, command, threads=threads, function=function, timeout=timeout)
     try:
         swarm.start(spans)
@@ -253,7 +253,8 @@ def local_swarm(
     return swarm
 
 
-def _spans(model: str, workers: int | Sequence[Span]) -> list[Span]:
+def spans_of(model: str, workers: int | Sequence[Span]) -> list[Span]:
+    """The spans of so many workers, as long as can be alike, or those that are given. Raises SpanError."""
     count = as_int(workers)
     if count is None:
         try:

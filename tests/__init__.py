@@ -1,0 +1,1 @@
+"""Tests of kwflow; README.md says what is where."""

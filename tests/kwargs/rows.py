@@ -1,0 +1,344 @@
+"""A row for each kwarg: how a caller gives it, how plain hooks do the same, what of it is misspelt or of a wrong shape.
+
+A new kwarg is a Row here; ``suite.py`` checks it in every family, ``python -m benchmarks.kwargs`` shows it.
+"""
+
+# B batch, S seq, P prefix, D hidden, L layers, R rank; B == L == heads == R == 4
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import kwflow as kf
+from kwflow.blocks.projections import find
+from kwflow.kwargs.points import EDITED, ENTERING
+from tests.families.configs import HEADS
+from tests.kwargs.row import MASK, NEW, PADDED, B, Call, D, Given, L, Place, Row, S, before, behind
+from tests.oracle import Hook, with_prompts
+from tests.oracle.tiny import positions_of, random, span
+
+R, P = 4, 3
+PLACES = (0, 2)  # token positions that every row has
+
+# ---- what holds for the whole call
+
+JUMPS = positions_of(MASK) + torch.tensor([[5], [0], [1], [2]])
+JUMPS = JUMPS + 3 * (JUMPS > 6)  # below longrope's original length, which changes its factors
+SEEN = torch.ones(S + NEW, S + NEW, dtype=torch.bool).tril() & MASK.bool()[:, None, None, :]
+SEEN = SEEN | torch.eye(S + NEW, dtype=torch.bool)  # a row of -inf has no softmax
+
+
+def four_d(x: Mapping[str, Tensor]) -> Call:
+    """Causal and padded, and each head's bias on what is seen."""
+    literal = torch.where(SEEN, x["bias"], torch.finfo(x["bias"].dtype).min)
+    return {"attention_mask": (literal, "batch head seq key")}
+
+
+# ---- at the layers
+
+
+def prompts(place: Place) -> list[Hook]:
+    def add(value: Tensor) -> Tensor:
+        return with_prompts(value, place.x["p"], place.mask)
+
+    return [before(place, place.block, add)]
+
+
+def steered(given: Given) -> dict[str, Any]:
+    return given.kwarg("steer", lambda layer: given.tensor("v", "hidden", layer))
+
+
+def steer(place: Place) -> list[Hook]:
+    return [behind(place, place.block, lambda value: value + place.x["v"][:, None].to(value.dtype))]
+
+
+def added(place: Place) -> list[Hook]:
+    there = place.where(lambda position, prompt: position < prompt)[..., None]
+    v, a = place.x["v"][:, None], place.x["a"][:, None, None]
+    return [behind(place, place.module("resid"), lambda y: torch.where(there, y + a.to(y.dtype) * v.to(y.dtype), y))]
+
+
+def put(place: Place) -> list[Hook]:
+    def replace(value: Tensor) -> Tensor:
+        for number, at in enumerate(PLACES):
+            there = place.where(lambda position, _, at=at: position == at)[..., None]
+            value = torch.where(there, place.x["v"][:, number, None].to(value.dtype), value)
+        return value
+
+    return [before(place, place.block, replace)]
+
+
+def scaled(place: Place) -> list[Hook]:
+    there = place.where(lambda position, prompt: (position >= prompt - 2) & (position < prompt))[..., None]
+    factor = place.x["a"][:, None, None]
+    kept = [1, 3]
+
+    def by_head(value: Tensor) -> Tensor:
+        heads = value.unflatten(-1, (HEADS, -1))
+        some = torch.tensor([head in kept for head in range(HEADS)])[:, None]
+        return torch.where(there[..., None] & some, heads * factor[..., None].to(value.dtype), heads).flatten(-2)
+
+    return [before(place, place.module("head"), by_head)]
+
+
+def projected_out(place: Place) -> list[Hook]:
+    def project(y: Tensor) -> Tensor:
+        d = place.x["d"][:, None].to(y.dtype)
+        return y - (y * d).sum(-1, keepdim=True) / (d * d).sum(-1, keepdim=True) * d
+
+    real = place.mask.bool()[..., None]
+    return [behind(place, place.module("resid"), lambda y: torch.where(real, project(y), y))]
+
+
+def edits(make: Callable[[Given, int], Any]) -> Callable[[Given], dict[str, Any]]:
+    return lambda given: {"edit": [make(given, layer) for layer in given.layers]}
+
+
+@functools.cache
+def names(family: str) -> tuple[str, ...]:
+    """Two projections that every layer has: attention's first and the last."""
+    spec = span(family, 0, L)
+    there = [name for name in spec.schema.projections if all(name in find(block.module) for block in spec.blocks)]
+    return there[0], there[-1]
+
+
+def lora_sizes(family: str) -> dict[str, tuple[int, ...]]:
+    features = span(family, 0, L).schema.projections
+    pairs = [{f"{n} A": (R, features[n][0]), f"{n} B": (features[n][1], R)} for n in names(family)]
+    return pairs[0] | pairs[1]
+
+
+def lora(given: Given) -> dict[str, Any]:
+    def of(layer: int | None) -> dict[str, Any]:
+        pair = (("A", "rank in"), ("B", "out rank"))
+        return {
+            n: {**{k: given.tensor(f"{n} {k}", axes, layer) for k, axes in pair}, "scale": 0.75}
+            for n in names(given.family)
+        }
+
+    return given.kwarg("lora", of)
+
+
+def low_rank(place: Place) -> list[Hook]:
+    hooks: list[Hook] = []
+    for name in names(place.family):
+        a, b = (place.x[f"{name} {part}"] for part in "AB")
+
+        def add(_: nn.Module, args: Any, out: Tensor, a: Tensor = a, b: Tensor = b) -> Tensor:
+            x = args[0].reshape(*place.mask.shape, -1)
+            more = 0.75 * ((x @ a.to(x.dtype).mT) @ b.to(x.dtype).mT)
+            return out + more.reshape(out.shape)
+
+        hooks.append((place.block.get_submodule(name), "post", add))
+    return hooks
+
+
+def ia3_sizes(family: str) -> dict[str, tuple[int, ...]]:
+    features = span(family, 0, L).schema.projections
+    return {n: (features[n][1],) for n in names(family)}
+
+
+def ia3(given: Given) -> dict[str, Any]:
+    return given.kwarg("ia3", lambda layer: {n: given.tensor(n, "out", layer) for n in names(given.family)})
+
+
+def factors(place: Place) -> list[Hook]:
+    return [
+        behind(place, place.block.get_submodule(n), lambda y, v=place.x[n]: y * v[:, None].to(y.dtype))
+        for n in names(place.family)
+    ]
+
+
+def head_factors(place: Place) -> list[Hook]:
+    def multiply(value: Tensor) -> Tensor:
+        heads = value.unflatten(-1, (HEADS, -1))
+        return (heads * place.x["m"][:, None, :, None].to(value.dtype)).flatten(-2)
+
+    return [before(place, place.module("head"), multiply)]
+
+
+def prefix_sizes(family: str) -> dict[str, tuple[int, ...]]:
+    sizes = span(family, 0, L).schema.sizes
+    widths = {"k": sizes.get("key_dim", sizes["head_dim"]), "v": sizes.get("value_dim", sizes["head_dim"])}
+    return {name: (sizes["kv_head"], P, width) for name, width in widths.items()}
+
+
+def filled(by_layer: list[Mapping[str, Tensor]], batch: int) -> Any:
+    """transformers' own cache, with the prefix in it."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    for layer, x in enumerate(by_layer):
+        cache.update(x["k"].expand(batch, -1, -1, -1), x["v"].expand(batch, -1, -1, -1), layer)
+    return cache
+
+
+# ---- what captures bring back, of steered layers
+
+POINTS = [point for point in EDITED if point not in ENTERING]
+
+
+def points_of(family: str) -> list[str]:
+    return [point for point in POINTS if point in span(family, 0, L).schema.kwargs["capture"].points]
+
+
+def flat(acts: kf.Capture) -> Tensor:
+    """All that was captured, side by side."""
+    return torch.cat([acts[key].flatten(2) for key in sorted(acts)], -1)
+
+
+def captured(family: str, flow: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """What a plain call captures; sessions and generate take ``capture=`` themselves."""
+    others, keys = {**kwargs}, sorted(kwargs["capture"])
+    del others["capture"]
+    points = {point: [layer for other, layer in keys if other == point] for point, _ in keys}
+    return flat(flow.capture(points, hidden, **others)[1])
+
+
+def keeping(place: Place) -> list[Hook]:
+    hooks = steer(place)
+    for point in points_of(place.family):
+
+        def keep(value: Tensor, key: tuple[str, int] = (point, place.layer)) -> Tensor:
+            place.seen[key] = value.clone()  # falcon adds to it in place
+            return value
+
+        hooks.append((before if point == "head" else behind)(place, place.module(point), keep))
+    return hooks
+
+
+def left_aligned(value: Tensor, mask: Tensor) -> Tensor:
+    """Rows begin at their first token; zeros behind."""
+    rows = [
+        torch.cat([row[len(row) - n :], row[: len(row) - n] * 0]) for row, n in zip(value, mask.sum(1), strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def all_seen(out: Tensor, place: Place) -> Tensor:
+    return left_aligned(torch.cat([place.seen[key] for key in sorted(place.seen)], -1), place.mask)
+
+
+ROWS = [
+    Row("attention_mask", "attention_mask", "atention_mask", lambda f: {"attention_mask": torch.ones(B, S + 1).long()}),
+    Row(
+        "attention_mask, 4-D",
+        "attention_mask",
+        "attention_masks",
+        lambda f: {"attention_mask": torch.ones(B, 1, S, S - 1)},
+        call=four_d,
+        call_sizes={"bias": (B, HEADS, S + NEW, S + NEW)},
+        in_generate=False,  # transformers' generate makes its own of a 2-D one
+    ),
+    Row(
+        "position_ids",
+        "position_ids",
+        "position_id",
+        lambda f: {"position_ids": torch.zeros(B, S + 1).long()},
+        call=lambda x: {**PADDED, "position_ids": (JUMPS, "batch seq")},
+        in_generate=False,  # transformers' generate counts them from the mask
+    ),
+    Row(
+        "prompts",
+        "prompts",
+        "prompt",
+        lambda f: {"prompts": random(L, B + 1, P, D)},
+        lambda f: {"p": (P, D)},
+        lambda g: g.kwarg("prompts", lambda n: g.leaves["p"] if n is None else g.leaves["p"][g.layers.index(n)]),
+        prompts,
+    ),
+    Row(
+        "steer",
+        "steer",
+        "stear",
+        lambda f: {"steer": kf.axes(random(L, D + 1), "layer hidden")},
+        lambda f: {"v": (D,)},
+        steered,
+        steer,
+    ),
+    Row(
+        "edit: add",
+        "edit",
+        "edits",
+        lambda f: {"edit": kf.add(random(D + 1), 1)},
+        lambda f: {"v": (D,), "a": ()},
+        edits(lambda g, n: kf.add(g.tensor("v", "hidden", n), n, at="prompt", scale=g.tensor("a", "", n))),
+        added,
+    ),
+    Row(
+        "edit: put",
+        "edit",
+        "edi",
+        lambda f: {"edit": kf.put(kf.axes(random(3, D), "pos hidden"), 1, at=[0, 1])},
+        lambda f: {"v": (len(PLACES), D)},
+        edits(lambda g, n: kf.put(g.tensor("v", "pos hidden", n), n, point="resid_pre" if n else "embed", at=PLACES)),
+        put,
+    ),
+    Row(
+        "edit: scale",
+        "edit",
+        "editt",
+        lambda f: {"edit": kf.scale(kf.axes(random(B + 1), "batch"), 1)},
+        lambda f: {"a": ()},
+        edits(lambda g, n: kf.scale(g.tensor("a", "", n), n, point="head", heads=[1, 3], at="prompt[-2:]")),
+        scaled,
+    ),
+    Row(
+        "edit: project_out",
+        "edit",
+        "adit",
+        lambda f: {"edit": kf.project_out(random(D - 1), 1)},
+        lambda f: {"d": (D,)},
+        edits(lambda g, n: kf.project_out(g.tensor("d", "hidden", n), n)),
+        projected_out,
+        exact=False,
+    ),
+    Row(
+        "lora",
+        "lora",
+        "loras",
+        lambda f: {"lora": {names(f)[0]: {"A": torch.zeros(L, R, 7), "B": torch.zeros(L, 7, R)}}},
+        lora_sizes,
+        lora,
+        low_rank,
+        spread=0.3,
+        exact=False,
+    ),
+    Row("ia3", "ia3", "ia33", lambda f: {"ia3": {names(f)[0]: torch.zeros(L, 7)}}, ia3_sizes, ia3, factors),
+    Row(
+        "head_mask",
+        "head_mask",
+        "head_masks",
+        lambda f: {"head_mask": torch.zeros(L, HEADS + 1)},
+        lambda f: {"m": (HEADS,)},
+        lambda g: g.kwarg("head_mask", lambda n: g.tensor("m", "head", n)),
+        head_factors,
+    ),
+    Row(
+        "prefix_kv",
+        "prefix_kv",
+        "prefix_kvs",
+        lambda f: {"prefix_kv": {name: random(L, B, *size[:2], 7) for name, size in prefix_sizes(f).items()}},
+        prefix_sizes,
+        lambda g: g.kwarg("prefix_kv", lambda n: {k: t if n is None else t[n] for k, t in g.leaves.items()}),
+        cache=filled,
+        ahead=P,
+    ),
+    Row(
+        "capture",
+        "capture",
+        "captur",
+        lambda f: {"capture": kf.Capture(resid=[1]), "at": torch.ones(B, S + 1, dtype=torch.bool)},
+        lambda f: {"v": (D,)},
+        lambda g: {**steered(g), "capture": kf.Capture(dict.fromkeys(points_of(g.family), g.layers))},
+        keeping,
+        result=all_seen,
+        run=captured,
+        kept=lambda mask: left_aligned(mask, mask).bool(),
+    ),
+]
