@@ -99,7 +99,7 @@ async def announced(
     node: Store, record: WorkerRecord, *, ttl: float = TTL_SECONDS, period: float = RENEW_SECONDS
 ) -> AsyncIterator[None]:
     """Keep a worker in the directory for as long as the context lasts; on return from its start it can be found."""
-    records = _by_key(record)
+    records = records_of(record)
     await node.store(records, ttl)
     renewing = asyncio.create_task(_renew(node, records, ttl, period), name="kwflow announce")
     try:
@@ -222,7 +222,7 @@ def _key(model: str, layer: int) -> str:
     return f"kwflow/{model}/{layer}"
 
 
-def _by_key(record: WorkerRecord) -> dict[str, tuple[str, Any]]:
+def records_of(record: WorkerRecord) -> dict[str, tuple[str, Any]]:
     """A worker's record under each of its layers, and its model's."""
     value, model = record.to_json(), ModelRecord(record.model, record.layers, record.checkpoint)
     by_layer = {_key(record.model, layer): (record.peer, value) for layer in range(record.start, record.stop)}

@@ -239,7 +239,7 @@ def test_a_session_in_float64_is_the_call_too() -> None:
     """What a family casts to float32 inside (llama's norms) is lifted in both."""
     remote, hidden = flow("llama", TWO, torch.float64), random(B, 4, D, dtype=torch.float64)
     with remote.session(4) as session:
-        torch.testing.assert_near(session.step(hidden), remote(hidden), atol=1e-13, rtol=1e-11)
+        torch.testing.assert_close(session.step(hidden), remote(hidden), atol=1e-13, rtol=1e-11)
 
 
 def test_a_view_of_any_kind_may_stay_the_same_from_step_to_step() -> None:

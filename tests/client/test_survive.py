@@ -1114,7 +1114,7 @@ def test_what_a_worker_hands_on_wrongly_is_asked_of_it_twice(
 
 def test_a_worker_that_dies_handed_nothing_on_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is NaN that comes again wrong; steps go on from worker to worker."""
-    monkeypatch.setattr("kwflow.client.stages.MOST_ASTRAY", 1)  # the first one would show
+    monkeypatch.setattr("kwflow.client.stages.MAX_WRONG_HANDOFFS", 1)  # the first one would show
     swarm = swarm_of([(0, 1), (1, 3), (3, 4), (1, 3), (1, 3), (1, 3)])
     with swarm.flow.session(32) as session:
         session.step(random(B, S, D))

@@ -38,7 +38,7 @@ def test_what_a_page_names_exists(path: Path) -> None:
         assert (ROOT / name).exists(), name
     for link in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
         assert (path.parent / link).exists(), link
-    for module in re.findall(r"python -m ((?:benchmarks|tests)\.\w+)", text):
+    for module in re.findall(r"python -m ((?:benchmarks|tests)(?:\.\w+)+)", text):
         assert (ROOT / module.replace(".", "/")).with_suffix(".py").exists(), module
     for name in re.findall(r"`kf\.(\w+)", text):
         assert hasattr(kf, name), name

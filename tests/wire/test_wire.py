@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from kwflow.errors import BudgetError, KwargError, ProtocolError
 from kwflow.kwargs.axes import axes
-from kwflow.swarm.directory import ModelRecord, WorkerRecord, _by_key
+from kwflow.swarm.directory import ModelRecord, WorkerRecord, records_of
 from kwflow.wire.frames import FRAME_BYTES, Frames, Kind, frame, frames
 from kwflow.wire.hello import Fingerprint, Hello, WorkerLimits
 from kwflow.wire.message import LIMITS, Limits, Message, dumps, loads
@@ -254,7 +254,7 @@ def test_directory_records_are_read_and_written_as_before():
     golden = json.loads((GOLDEN / "v1_records.json").read_text())
     peer, value = golden["kwflow/tiny/1"]
     record = WorkerRecord.from_json(value, model="tiny", peer=peer)
-    assert json.loads(json.dumps(_by_key(record))) == golden
+    assert json.loads(json.dumps(records_of(record))) == golden
     (name, value) = golden["kwflow/models"]
     assert ModelRecord.from_json(value, model=name) == ModelRecord("tiny", 4, "ab" * 32)
 
