@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from kwflow.version import __version__ as __version__
+__version__ = "0.1.0"
 
 # name -> module; imported when first used, so that `import kwflow` takes neither torch nor transformers nor hivemind
 _WHERE = {
@@ -65,7 +65,6 @@ __all__ = [
 if TYPE_CHECKING:
     from kwflow import adapters as adapters
     from kwflow import errors as errors
-    from kwflow import faults as faults
     from kwflow import notebook as notebook
     from kwflow import steering as steering
     from kwflow import verify as verify

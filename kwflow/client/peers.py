@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import logging
 import time
 import weakref
@@ -11,9 +12,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kwflow.background import disown_in_forks, finalize
 from kwflow.client.routing import Serves, covers, plan
 from kwflow.errors import CallerError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
 from kwflow.kwargs.schema import Schema
+from kwflow.swarm.connect import CLOSED, Links, _Forked
 from kwflow.wire import channel, loop
 from kwflow.wire.hello import read as read_hello
 from kwflow.wire.message import Message
@@ -46,7 +49,7 @@ class KnownPeers:
     """Workers by a view that someone refreshes; what they said in hello; who failed. See ``retry.Peers``.
 
     Routes avoid a worker that failed until it has answered again. It is asked in the background, off the call path: to
-    dial it may take seconds.
+    dial it may take seconds. ``again`` makes the links of a forked child, at its first call; the parent's are not its.
     """
 
     def __init__(
@@ -58,17 +61,54 @@ class KnownPeers:
         looked: Callable[[], float] = time.monotonic,
         others: Callable[[], Awaitable[str]] | None = None,
         stop: Callable[[], Awaitable[None]] | None = None,
+        again: Callable[[], Awaitable[Links]] | None = None,
     ):
         self.pool = channel.Pool(transport)
         self.checkpoint = checkpoint
         self.last_failure: WorkerFailed | None = None
-        self.looked = looked  # from when on the view is, by time.monotonic()
-        self._view, self._others = view, others  # others: what to say where the view is empty
-        self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
+        self._again, self._connecting = again, asyncio.Lock()
+        self._take(Links(transport, view, looked, others, stop))
         self._hellos: dict[str, dict[str, Any]] = {}
         self._bans: dict[str, Ban] = {}
         self._served: dict[int, set[str]] = {}  # layer -> the workers that a route was given with
         self._schemas: dict[int, Schema] = {}  # layer -> what the last one of these takes
+
+    def _take(self, links: Links) -> None:
+        self.pool.transport, self._view, self._others = links.transport, links.view, links.others
+        self.looked, self._forked = links.looked, False
+        self._ended = finalize(self, _end, self.pool, links.stop)  # at exit too
+        disown_in_forks(self)
+
+    def forked(self) -> None:
+        """In a forked child: leave all links to the parent; the first call connects anew."""
+        closed = not self._ended.alive
+        self._hellos.clear()
+        self._bans.clear()
+        self._served.clear()
+        self._schemas.clear()
+        self.last_failure, self._connecting = None, asyncio.Lock()
+        self.pool.forget()
+        self._take(Links(_Forked(self), tuple))
+        self._forked = True
+        if closed:
+            self._ended.detach()
+
+    async def connected(self) -> channel.Transport:
+        """The transport; in a forked child, connect first. Raises what ``kf.connect`` does."""
+        if not self._forked:
+            return self.pool.transport
+        async with self._connecting:
+            if self._forked:
+                if self._again is None:
+                    raise CallerError("this flow was made before the process was forked; connect again in the child")
+                links = await self._again()
+                if not self._ended.alive:  # closed in the meantime
+                    if links.stop is not None:
+                        await links.stop()
+                    raise CallerError(CLOSED)
+                self._ended.detach()
+                self._take(links)
+        return self.pool.transport
 
     async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
         """Hops that cover ``[start, stop)``; a worker that does not answer hello, or serves other weights, is left out.
@@ -78,6 +118,7 @@ class KnownPeers:
         tried: set[str] = set()
         while True:
             self._refuse_closed()
+            await self.connected()
             now = time.monotonic()
             silent = {peer for peer, ban in self._bans.items() if ban.silent_until > now}
             view = self._matching()
@@ -124,7 +165,7 @@ class KnownPeers:
 
     def _refuse_closed(self) -> None:
         if not self._ended.alive:  # else a call would wait for workers until its deadline
-            raise CallerError("the flow is closed; kf.connect gives another")
+            raise CallerError(CLOSED)
 
     def _matching(self) -> list[Serves]:
         """The workers that serve this client's weights, as far as is known."""
@@ -189,7 +230,8 @@ class KnownPeers:
             ban = self._bans.get(error.peer)
             if ban is None or ban.silent_until < time.monotonic():  # else it was under way when the worker failed
                 ban = self._bans[error.peer] = Ban.after(1 if ban is None else ban.failures + 1)
-                loop.submit(_ask_again(weakref.ref(self), error.peer, ban))
+                ask = functools.partial(_ask_again, weakref.ref(self), error.peer, ban)
+                channel.begin(ask, f"asking worker {error.peer[-8:]} again")
 
     async def ask_again(self, peer: str, ban: Ban) -> None:
         """Ask a worker how it is, unless it answered or failed meanwhile; one that left the directory is forgotten."""
@@ -202,7 +244,9 @@ class KnownPeers:
             await self._hello(peer)
         except WorkerFailed as error:
             self.failed(error)
-        except KwflowError as error:  # whatever it is, it will be asked again
+        except Exception as error:  # whatever it is, it will be asked again
+            if not isinstance(error, KwflowError):
+                log.exception("asking worker %s again", peer[-8:])
             self.failed(WorkerFailed(f"answered hello with {type(error).__name__}: {error}", peer=peer))
 
     def avoided(self, peer: str) -> bool:
@@ -229,6 +273,9 @@ async def _ask_again(peers: weakref.ref[KnownPeers], peer: str, ban: Ban) -> Non
 
 
 def _end(pool: channel.Pool, stop: Callable[[], Awaitable[None]] | None) -> None:
+    if stop is None and not pool.idle:
+        return  # in a forked child: no network thread for nothing
+
     async def end() -> None:
         await pool.aclose()
         if stop is not None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kwflow.client.flow import Flow
 from kwflow.client.peers import KnownPeers
+from kwflow.client.routing import Serves
 from kwflow.errors import (
+    CallerError,
     DeadlineError,
     KwargError,
 )
@@ -23,6 +29,30 @@ from kwflow.wire.message import Message
 from kwflow.worker.server import Served
 
 log = logging.getLogger(__name__)
+CLOSED = "the flow is closed; kf.connect gives another"
+
+
+@dataclass(frozen=True)
+class Links:
+    """How workers are reached, and how it is known who they are."""
+
+    transport: channel.Transport
+    view: Callable[[], Sequence[Serves]]
+    looked: Callable[[], float] = time.monotonic  # from when on the view is
+    others: Callable[[], Awaitable[str]] | None = None  # what to say where the view is empty
+    stop: Callable[[], Awaitable[None]] | None = None
+
+
+class _Forked:
+    """The transport of a flow in a forked child, until its first call."""
+
+    def __init__(self, peers: KnownPeers):
+        self._peers = weakref.ref(peers)
+
+    async def open(self, peer: str, *, timeout: float = channel.DIAL_SECONDS) -> channel.Channel:
+        if (peers := self._peers()) is None:
+            raise CallerError(CLOSED)
+        return await (await peers.connected()).open(peer, timeout=timeout)
 
 
 class _Here:
@@ -36,6 +66,26 @@ class _Here:
 
 def in_process(served: Sequence[Served], *, checkpoint: str = "") -> KnownPeers:
     """Peers for workers of this process, through the same bytes as the network."""
+
+    async def again() -> Links:
+        return _here(served)
+
+    return _known(_here(served), checkpoint, again)
+
+
+def _known(links: Links, checkpoint: str, again: Callable[[], Awaitable[Links]]) -> KnownPeers:
+    return KnownPeers(
+        links.transport,
+        links.view,
+        checkpoint=checkpoint,
+        looked=links.looked,
+        others=links.others,
+        stop=links.stop,
+        again=again,
+    )
+
+
+def _here(served: Sequence[Served]) -> Links:
     names = [f"here-{number:03d}" for number in range(len(served))]  # as long as what is shown of a peer id
     view = [_Here(name, one) for name, one in zip(names, served, strict=True)]
     transport = InProcess({name: one.accept for name, one in zip(names, served, strict=True)})
@@ -52,7 +102,7 @@ def in_process(served: Sequence[Served], *, checkpoint: str = "") -> KnownPeers:
         for one in served:
             one.close()
 
-    return KnownPeers(transport, lambda: view, checkpoint=checkpoint, stop=stop)
+    return Links(transport, lambda: view, stop=stop)
 
 
 def connect(
@@ -100,7 +150,12 @@ def connect(
         if not peers:
             raise KwargError("peers=[] names nobody; give addresses of the swarm, or None for blocks here")
         checkpoint = Checkpoint(ends.folder).checkpoint_id()
-        known = loop.run(_join(swarm_name(model, name), ends.layers, peers, checkpoint, timeout), timeout + 5.0)
+        join = functools.partial(_join, swarm_name(model, name), ends.layers, peers, timeout)
+
+        async def joined() -> KnownPeers:
+            return _known(await join(), checkpoint, join)
+
+        known = loop.run(joined(), timeout + 5.0)
         end_with_swarm(known, peers)
     return Flow(ends, known, (0, ends.layers))
 
@@ -114,7 +169,7 @@ async def _within(seconds: float, name: str) -> AsyncIterator[None]:
         raise DeadlineError(f"the swarm of {name!r} could not be joined in {seconds:g} s (timeout=)") from error
 
 
-async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeout: float) -> KnownPeers:
+async def _join(name: str, layers: int, peers: list[str], timeout: float) -> Links:
     from kwflow.swarm.directory import Directory, models
     from kwflow.swarm.hivemind import Node
 
@@ -138,5 +193,4 @@ async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeo
         await directory.stop()
         await node.stop()
 
-    view, looked = directory.view, directory.looked
-    return KnownPeers(node, view, checkpoint=checkpoint, looked=looked, others=others, stop=stop)
+    return Links(node, directory.view, directory.looked, others, stop)

@@ -7,18 +7,25 @@ libp2p. Words only: no torch.nn, no network library.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import selectors
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+from kwflow import background
 from kwflow.errors import WorkerFailed, from_wire
+from kwflow.wire.loop import network_loop
 from kwflow.wire.message import Message
 
 DIAL_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
 
 
 class Channel(Protocol):
@@ -66,6 +73,61 @@ class Cut(Exception):
     def __init__(self, sent: bytes = b""):
         super().__init__("the stream is cut (a fault)")
         self.sent = sent
+
+
+_network: _Network | None = None
+_parents: list[_Network] = []  # in a forked child: nothing of it may be finalized here
+
+
+class _Network:
+    """An event loop and its thread. Nothing but the end of the process ends it."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
+        self._over = False
+        background.start_thread(self._serve, "kwflow-network", stop=self._stop)
+        background.disown_in_forks(self)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        while not self._over:
+            error = None
+            try:
+                self.loop.run_forever()
+            except BaseException as raised:  # noqa: BLE001  SystemExit in a task, say
+                error = raised
+            if not self._over:
+                log.warning("the network thread was ended (%r); it goes on", error, exc_info=error)
+        self.loop.close()
+
+    def _stop(self) -> None:
+        self._over = True
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop)
+
+    async def _end(self) -> None:
+        """Cancel what still runs, so that nothing is destroyed while it is pending."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others, timeout=1.0)
+        self.loop.stop()
+
+    def forked(self) -> None:
+        """In a forked child: keep the parent's loop as it stands, and out of what it shares with the parent's."""
+        global _network
+        _network = None
+        _parents.append(self)
+        for task in asyncio.all_tasks(self.loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        own = [self._selector.fileno()] if hasattr(self._selector, "fileno") else []
+        background.blind([*own, *(key.fd for key in self._selector.get_map().values())])
+
+
+def begin(work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
+    """Start ``background.Background`` on the network thread, from any thread."""
+    network_loop().call_soon_threadsafe(background.Background, work, what)
 
 
 # ---- calls -------------------------------------------------------------------------------------------------------
@@ -176,6 +238,15 @@ class Pool:
         for channels in self._idle.values():
             while channels:
                 await channels.pop().aclose()
+
+    @property
+    def idle(self) -> bool:
+        """Whether a channel is open that nobody uses."""
+        return any(self._idle.values())
+
+    def forget(self) -> None:
+        """In a forked child: drop the parent's channels without closing them."""
+        self._idle.clear()
 
 
 def _said(reply: Message, name: str, seconds: float) -> float:

@@ -6,67 +6,53 @@ Imports no network library.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
-import contextlib
-import os
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from kwflow import background
+from kwflow.background import start_thread
+from kwflow.errors import CallerError
+from kwflow.wire.channel import _Network, _network
+
 T = TypeVar("T")
 
 _lock = threading.RLock()  # also taken by finalizers, which may run anywhere
-_loop: asyncio.AbstractEventLoop | None = None
-_pid: int | None = None
 
 
 def network_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process's one network thread, started at first use (again in a forked child)."""
-    global _loop, _pid
+    """The event loop of this process's one network thread, started at first use (again in a forked child).
+
+    Raises CallerError at the process's end.
+    """
+    global _network
     with _lock:
-        if _loop is None or _loop.is_closed() or _pid != os.getpid():
-            loop, ready = asyncio.new_event_loop(), threading.Event()
-
-            def serve() -> None:
-                asyncio.set_event_loop(loop)
-                loop.call_soon(ready.set)
-                loop.run_forever()
-
-            threading.Thread(target=serve, name="kwflow-network", daemon=True).start()
-            ready.wait()
-            if _pid is None:
-                atexit.register(_wind_up)
-            _loop, _pid = loop, os.getpid()
-        return _loop
-
-
-def _wind_up() -> None:
-    """At exit: cancel what still runs on the network thread, so that nothing is destroyed while it is pending."""
-
-    async def cancel_others() -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        if others:
-            await asyncio.wait(others, timeout=1.0)
-
-    if _loop is not None and _pid == os.getpid() and _loop.is_running():
-        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-            asyncio.run_coroutine_threadsafe(cancel_others(), _loop).result(2.0)
+        if background.ending():
+            raise CallerError("Python is ending, and kwflow's network thread has ended")
+        if _network is None:
+            background.hold_in_forks(_lock)
+            _network = _Network()
+        return _network.loop
 
 
 def on_network_thread() -> bool:
     """Whether the caller runs on the network thread, where nothing may wait for it."""
     try:
-        return asyncio.get_running_loop() is _loop
+        running = asyncio.get_running_loop()
     except RuntimeError:
         return False
+    return _network is not None and running is _network.loop
 
 
 def submit(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     """Start a coroutine on the network thread; its result is awaited there or elsewhere."""
-    return asyncio.run_coroutine_threadsafe(work, network_loop())
+    try:
+        loop = network_loop()
+    except CallerError:
+        work.close()
+        raise
+    return asyncio.run_coroutine_threadsafe(work, loop)
 
 
 def run(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
@@ -106,5 +92,5 @@ async def in_thread(work: Callable[[], T]) -> T:
         else:
             loop.call_soon_threadsafe(settle, result, None)
 
-    threading.Thread(target=run, name="kwflow-composed", daemon=True).start()
+    start_thread(run, "kwflow-composed")
     return await future
