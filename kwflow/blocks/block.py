@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from kwflow.background import hold_in_forks
 from kwflow.blocks.hooks import acting
 from kwflow.blocks.kv import KV, StepCache
 from kwflow.blocks.patterns import eager, eager_mask
@@ -84,6 +85,9 @@ class Block:
     declared: frozenset[str] = frozenset()  # the kwargs that ``custom`` declares
     attention: str = ""  # the module that gives the attention pattern; none where this is empty
     lock: Any = field(default_factory=threading.RLock)  # other params are put into the module while it runs
+
+    def __post_init__(self) -> None:
+        hold_in_forks(self.lock)  # else a child could have the other params in its module, and the lock taken for ever
 
     def __call__(self, params: Params, hidden: Tensor, /, **kwargs: Any) -> Tensor:
         """Run the block by hand; kwargs are one layer's part (no ``layer`` axis), ``steer`` may be a bare vector."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import logging
 import time
 import weakref
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kwflow.background import disown_in_forks, finalize
 from kwflow.client.routing import Serves, covers, plan
 from kwflow.errors import CallerError, KwflowError, ModelError, NoRoute, WorkerFailed, WorkerFull
 from kwflow.kwargs.schema import Schema, Span
@@ -19,6 +21,8 @@ from kwflow.wire.hello import Hello
 from kwflow.wire.message import Message
 
 log = logging.getLogger(__name__)
+
+CLOSED = "the flow is closed; kf.connect gives another"
 
 BAN_SECONDS = 5.0  # until a worker that failed is asked how it is; doubled at each failure in a row
 LONGEST_BAN = 60.0
@@ -41,11 +45,34 @@ class Ban:
         return cls(failures, until, now + min(PROBE_SECONDS * doubled, BAN_SECONDS))
 
 
+@dataclass(frozen=True)
+class Links:
+    """How workers are reached, and how it is known who they are."""
+
+    transport: channel.Transport
+    view: Callable[[], Sequence[Serves]]
+    refreshed_at: Callable[[], float] = time.monotonic  # from when on the view is
+    others: Callable[[], Awaitable[str]] | None = None  # what to say where the view is empty
+    stop: Callable[[], Awaitable[None]] | None = None
+
+
+class _Forked:
+    """The transport of a flow in a forked child, until its first call."""
+
+    def __init__(self, peers: KnownPeers):
+        self._peers = weakref.ref(peers)
+
+    async def open(self, peer: str, *, timeout: float = channel.DIAL_SECONDS) -> channel.Channel:
+        if (peers := self._peers()) is None:
+            raise CallerError(CLOSED)
+        return await (await peers.connected()).open(peer, timeout=timeout)
+
+
 class KnownPeers:
     """Workers by a view that someone refreshes; what they said in hello; who failed. They are ``Peers``.
 
     Routes avoid a worker that failed until it has answered again. It is asked in the background, off the call path: to
-    dial it may take seconds.
+    dial it may take seconds. ``again`` makes the links of a forked child, at its first call; the parent's are not its.
     """
 
     def __init__(
@@ -57,17 +84,54 @@ class KnownPeers:
         refreshed_at: Callable[[], float] = time.monotonic,
         others: Callable[[], Awaitable[str]] | None = None,
         stop: Callable[[], Awaitable[None]] | None = None,
+        again: Callable[[], Awaitable[Links]] | None = None,
     ):
         self.pool = channel.Pool(transport)
         self.checkpoint = checkpoint
         self.last_failure: WorkerFailed | None = None
-        self.refreshed_at = refreshed_at  # from when on the view is, by time.monotonic()
-        self._view, self._others = view, others  # others: what to say where the view is empty
-        self._ended = weakref.finalize(self, _end, self.pool, stop)  # at exit too
+        self._again, self._connecting = again, asyncio.Lock()
+        self._take(Links(transport, view, refreshed_at, others, stop))
         self._hellos: dict[str, Hello] = {}
         self._bans: dict[str, Ban] = {}
         self._served: dict[int, set[str]] = {}  # layer -> the workers that a route was given with
         self._schemas: dict[int, Schema] = {}  # layer -> what the last one of these takes
+
+    def _take(self, links: Links) -> None:
+        self.pool.transport, self._view, self._others = links.transport, links.view, links.others
+        self.refreshed_at, self._forked = links.refreshed_at, False
+        self._ended = finalize(self, _end, self.pool, links.stop)  # at exit too
+        disown_in_forks(self)
+
+    def forked(self) -> None:
+        """In a forked child: leave all links to the parent; the first call connects anew."""
+        closed = not self._ended.alive
+        self._hellos.clear()
+        self._bans.clear()
+        self._served.clear()
+        self._schemas.clear()
+        self.last_failure, self._connecting = None, asyncio.Lock()
+        self.pool.forget()
+        self._take(Links(_Forked(self), tuple))
+        self._forked = True
+        if closed:
+            self._ended.detach()
+
+    async def connected(self) -> channel.Transport:
+        """The transport; in a forked child, connect first. Raises what ``kf.connect`` does."""
+        if not self._forked:
+            return self.pool.transport
+        async with self._connecting:
+            if self._forked:
+                if self._again is None:
+                    raise CallerError("this flow was made before the process was forked; connect again in the child")
+                links = await self._again()
+                if not self._ended.alive:  # closed in the meantime
+                    if links.stop is not None:
+                        await links.stop()
+                    raise CallerError(CLOSED)
+                self._ended.detach()
+                self._take(links)
+        return self.pool.transport
 
     async def route(self, start: int, stop: int, blocked: Collection[str]) -> list[Hop]:
         """Hops that cover ``[start, stop)``; a worker that does not answer hello, or serves other weights, is left out.
@@ -77,6 +141,7 @@ class KnownPeers:
         tried: set[str] = set()
         while True:
             self._refuse_closed()
+            await self.connected()
             now = time.monotonic()
             silent = {peer for peer, ban in self._bans.items() if ban.silent_until > now}
             view = self._matching()
@@ -123,7 +188,7 @@ class KnownPeers:
 
     def _refuse_closed(self) -> None:
         if not self._ended.alive:  # else a call would wait for workers until its deadline
-            raise CallerError("the flow is closed; kf.connect gives another")
+            raise CallerError(CLOSED)
 
     def _matching(self) -> list[Serves]:
         """The workers that serve this client's weights, as far as is known."""
@@ -199,7 +264,8 @@ class KnownPeers:
             ban = self._bans.get(error.peer)
             if ban is None or ban.silent_until < time.monotonic():  # else it was under way when the worker failed
                 ban = self._bans[error.peer] = Ban.after(1 if ban is None else ban.failures + 1)
-                loop.submit(_ask_again(weakref.ref(self), error.peer, ban))
+                ask = functools.partial(_ask_again, weakref.ref(self), error.peer, ban)
+                loop.begin(ask, f"asking worker {error.peer[-8:]} again")
 
     async def ask_again(self, peer: str, ban: Ban) -> None:
         """Ask a worker how it is, unless it answered or failed meanwhile; one that left the directory is forgotten."""
@@ -212,7 +278,9 @@ class KnownPeers:
             await self._hello(peer)
         except WorkerFailed as error:
             self.failed(error)
-        except KwflowError as error:  # whatever it is, it will be asked again
+        except Exception as error:  # whatever it is, it will be asked again
+            if not isinstance(error, KwflowError):
+                log.exception("asking worker %s again", peer[-8:])
             self.failed(WorkerFailed(f"answered hello with {type(error).__name__}: {error}", peer=peer))
 
     def avoided(self, peer: str) -> bool:
@@ -239,6 +307,9 @@ async def _ask_again(peers: weakref.ref[KnownPeers], peer: str, ban: Ban) -> Non
 
 
 def _end(pool: channel.Pool, stop: Callable[[], Awaitable[None]] | None) -> None:
+    if stop is None and not pool.idle:
+        return  # in a forked child: no network thread for nothing
+
     async def end() -> None:
         await pool.aclose()
         if stop is not None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kwflow.autograd.transforms import is_wrapped, plain
+from kwflow.background import disown_in_forks, finalize
 from kwflow.client.call import schemas_of
 from kwflow.client.inputs import Ends, token_ids
 from kwflow.client.page import session_page
@@ -84,6 +85,13 @@ class Session:
         self._running: concurrent.futures.Future[list[Tensor]] | None = None
         self._turn = threading.Lock()
         self._freed: Callable[[], object] = lambda: None
+        self._forked = False
+        disown_in_forks(self)
+
+    def forked(self) -> None:
+        """In a forked child: its keys and values are the parent's."""
+        self._forked = self.closed = True
+        self._turn, self._freed, self._running = threading.Lock(), lambda: None, None
 
     def step(
         self, hidden: Tensor, *, phase: str | None = None, prompt_length: int | Tensor | None = None, **kwargs: Any
@@ -191,8 +199,7 @@ class Session:
         """Give the rows another order, with repeats: row ``i`` becomes what row ``ids[i]`` was (a beam reorder)."""
         numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         rows = [row for row in map(as_int, numbers) if row is not None]
-        if self.closed:
-            raise SessionError("the session is closed")
+        self._check_open()
         if self.batch is None:
             raise SessionError("reorder before the first step: the session has no rows yet")
         if not len(rows) == len(numbers) == self.batch or not all(0 <= row < self.batch for row in rows):
@@ -214,8 +221,7 @@ class Session:
 
     def rollback(self, position: int) -> None:
         """Forget the columns from ``position`` on; the next step starts there."""
-        if self.closed:
-            raise SessionError("the session is closed")
+        self._check_open()
         column = as_int(position)
         if column is None or not 0 <= column <= self.position:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
@@ -261,16 +267,24 @@ class Session:
     def _opened(self, retry: Retry, check: Callable[[Schemas], object]) -> Stages:
         hops = self.dispatcher.route(self.span, retry, check)
         self._stages = Stages(hops, self.max_length, self.mode, self.dispatcher.peers.pool)
-        self._freed = weakref.finalize(self, free, self._stages)
+        self._freed = finalize(self, free, self._stages)
         return self._stages
 
     @property
     def _hops(self) -> list[Hop]:
         return [] if self._stages is None else self._stages.hops
 
-    def _ready(self, hidden: Tensor) -> None:
+    def _check_open(self) -> None:
+        if self._forked:
+            raise SessionError(
+                "the session was opened before this process was forked, and its keys and values are the parent's; "
+                "open another with flow.session(max_length=)"
+            )
         if self.closed:
             raise SessionError("the session is closed; open another with flow.session()")
+
+    def _ready(self, hidden: Tensor) -> None:
+        self._check_open()
         check_hidden(hidden, self.ends.hidden_size)
         if self.batch is not None and hidden.shape[0] != self.batch:
             raise SessionError(f"the session has {self.batch} rows, hidden is {describe(hidden)}")

@@ -6,6 +6,7 @@ runs in a thread of its own, so that the notebook's cells go on. Imports ipywidg
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from kwflow.background import start_thread
 from kwflow.errors import KwargError, KwflowError, SpanError
 from kwflow.notebook.panels import WIDE, at_once, descendants, mimebundle, status_line, widgets_for
 from kwflow.show import html
@@ -177,8 +179,7 @@ class SteerLab:
             self._run, self.stop.disabled, self.texts, self.ids = run, False, ("", ""), None
             self._set_status(status_line("reading the prompt …"))
             self._show(run)
-        self._thread = threading.Thread(target=self._write, args=(run,), name="kwflow-steer-lab", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(functools.partial(self._write, run), "kwflow-steer-lab")
 
     def _end(self, why: str) -> None:
         """Stop what is being written: its session is closed, and with it the step under way."""

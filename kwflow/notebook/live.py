@@ -5,12 +5,14 @@ A thread looks at the processes every second, also while a cell runs, until the 
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kwflow.background import start_thread
 from kwflow.errors import KwflowError, NoRoute
 from kwflow.notebook.panels import WIDE, at_once, descendants, mimebundle, status_line, widgets_for
 from kwflow.show import html
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from kwflow.swarm.local import LocalSwarm, LocalWorker
 
 LOOK_SECONDS = 1.0
+
+log = logging.getLogger(__name__)
 
 
 def swarm_view(swarm: LocalSwarm, *, flow: Flow | None = None) -> SwarmView:
@@ -82,7 +86,7 @@ class SwarmView:
         self.box = widgets.VBox([self.workers, self.lines, below], layout=whole)
         at_once(self.box)
         self.look()
-        threading.Thread(target=self._follow, name="kwflow-swarm-view", daemon=True).start()
+        start_thread(self._follow, "kwflow-swarm-view", stop=self._closed.set)
 
     def look(self) -> None:
         """Look at the workers now, and show what is there."""
@@ -175,7 +179,10 @@ class SwarmView:
             swarm = self._swarm()
             over = swarm is None or swarm.closed
             del swarm
-            self.look()
+            try:
+                self.look()
+            except Exception:  # else the map would stand still from now on
+                log.exception("the map of the swarm was not made anew; it is tried again")
             if over:
                 return
 

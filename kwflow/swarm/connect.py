@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 import torch
 
 from kwflow.client.flow import Flow
-from kwflow.client.peers import KnownPeers
+from kwflow.client.peers import KnownPeers, Links
 from kwflow.client.routing import Serves
 from kwflow.errors import (
     DeadlineError,
@@ -47,6 +48,30 @@ def in_process(
     ``transport``: what brings requests to them, made of what each accepts channels with. ``view``: whom routes know of;
     None: all of them.
     """
+
+    async def again() -> Links:
+        return _links_here(served, transport, view)
+
+    return _known(_links_here(served, transport, view), checkpoint, again)
+
+
+def _known(links: Links, checkpoint: str, again: Callable[[], Awaitable[Links]]) -> KnownPeers:
+    return KnownPeers(
+        links.transport,
+        links.view,
+        checkpoint=checkpoint,
+        refreshed_at=links.refreshed_at,
+        others=links.others,
+        stop=links.stop,
+        again=again,
+    )
+
+
+def _links_here(
+    served: Sequence[Served],
+    transport: Callable[[Mapping[str, channel.Accept]], channel.Transport],
+    view: Callable[[], Sequence[Serves]] | None,
+) -> Links:
     names = [f"here-{number:03d}" for number in range(len(served))]  # as long as what is shown of a peer id
     workers = [_Here(name, worker) for name, worker in zip(names, served, strict=True)]
     reach = transport({name: worker.accept for name, worker in zip(names, served, strict=True)})
@@ -63,7 +88,7 @@ def in_process(
         for worker in served:
             worker.close()
 
-    return KnownPeers(reach, view or (lambda: workers), checkpoint=checkpoint, stop=stop)
+    return Links(reach, view or (lambda: workers), stop=stop)
 
 
 def connect(
@@ -111,7 +136,12 @@ def connect(
         if not peers:
             raise KwargError("peers=[] names nobody; give addresses of the swarm, or None for blocks here")
         checkpoint = Checkpoint(ends.folder).checkpoint_id()
-        known = loop.run(_join(swarm_name(model, name), ends.layers, peers, checkpoint, timeout), timeout + 5.0)
+        join = functools.partial(_join, swarm_name(model, name), ends.layers, peers, timeout)
+
+        async def joined() -> KnownPeers:
+            return _known(await join(), checkpoint, join)
+
+        known = loop.run(joined(), timeout + 5.0)
         end_with_swarm(known, peers)
     return Flow(ends, known, (0, ends.layers))
 
@@ -125,7 +155,7 @@ async def _within(seconds: float, name: str) -> AsyncIterator[None]:
         raise DeadlineError(f"the swarm of {name!r} could not be joined in {seconds:g} s (timeout=)") from error
 
 
-async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeout: float) -> KnownPeers:
+async def _join(name: str, layers: int, peers: list[str], timeout: float) -> Links:
     from kwflow.swarm.directory import Directory, models
     from kwflow.swarm.hivemind import Node
 
@@ -149,5 +179,4 @@ async def _join(name: str, layers: int, peers: list[str], checkpoint: str, timeo
         await directory.stop()
         await node.stop()
 
-    view, refreshed_at = directory.view, directory.refreshed_at
-    return KnownPeers(node, view, checkpoint=checkpoint, refreshed_at=refreshed_at, others=others, stop=stop)
+    return Links(node, directory.view, directory.refreshed_at, others, stop)

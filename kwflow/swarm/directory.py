@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
+from kwflow.background import Background
 from kwflow.errors import KwargError, KwflowError
 from kwflow.wire.fields import read_fields
 from kwflow.wire.hello import MAX_LAYERS
@@ -101,12 +102,11 @@ async def announced(
     """Keep a worker in the directory for as long as the context lasts; on return from its start it can be found."""
     records = records_of(record)
     await node.store(records, ttl)
-    renewing = asyncio.create_task(_renew(node, records, ttl, period), name="kwflow announce")
+    renewing = Background(lambda: _renew(node, records, ttl, period), "renewing this worker's records")
     try:
         yield
     finally:
-        renewing.cancel()
-        await asyncio.wait({renewing})
+        await renewing.stop()
         gone = {key: (subkey, None) for key, (subkey, _) in records.items() if key != MODELS}
         try:
             async with asyncio.timeout(2.0):
@@ -139,7 +139,7 @@ class Directory:
         self._view: tuple[WorkerRecord, ...] = ()
         self._last_result = float("-inf")  # when a read last found anything
         self._refreshed_at = float("-inf")  # when the last read began
-        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshing: Background | None = None
 
     def view(self) -> tuple[WorkerRecord, ...]:
         """The workers found by the last read, by their span and peer id; nothing is awaited."""
@@ -166,13 +166,12 @@ class Directory:
     async def start(self) -> Self:
         """Read once, then go on reading in the background."""
         await self.refresh()
-        self._refreshing = asyncio.create_task(self._refresh_forever(), name="kwflow directory")
+        self._refreshing = Background(self._refresh_forever, f"reading who serves {self._model!r}")
         return self
 
     async def stop(self) -> None:
         if self._refreshing is not None:
-            self._refreshing.cancel()
-            await asyncio.wait({self._refreshing})
+            await self._refreshing.stop()
 
     async def _refresh_forever(self) -> None:
         while True:

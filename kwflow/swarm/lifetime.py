@@ -24,49 +24,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
+from kwflow.background import blind, disown_in_forks
 from kwflow.errors import to_wire
 
 SOCKETS = "/tmp/kwflow-"  # a unix socket's path holds about 100 bytes: no TMPDIR
 STALE_SECONDS = 60.0  # younger than this, a silent socket may be one that is just being made
 _LENGTH = struct.Struct(">Q")
-
-# ---- forks ---------------------------------------------------------------------------------------------------------
-
-
-class Forkable(Protocol):
-    """Something that a forked copy of this process must let go of without ending it."""
-
-    def forked(self) -> None: ...
-
-
-_owners: weakref.WeakSet[Forkable] = weakref.WeakSet()
-_hooked = False
-
-
-def disown_in_forks(owner: Forkable) -> None:
-    """Call ``owner.forked()`` in every child that this process forks from now on, for as long as ``owner`` lives."""
-    global _hooked
-    _owners.add(owner)
-    if not _hooked:
-        os.register_at_fork(after_in_child=_forked)
-        _hooked = True
-
-
-def _forked() -> None:
-    for owner in list(_owners):
-        owner.forked()
-    _owners.clear()
-
-
-def blind(fds: Sequence[int]) -> None:
-    """Point file descriptors at /dev/null: the kernel's objects lose this process, ours keep their numbers."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for fd in fds:
-        os.dup2(null, fd, inheritable=False)
-    os.close(null)
-
 
 # ---- sockets -------------------------------------------------------------------------------------------------------
 

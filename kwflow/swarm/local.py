@@ -16,11 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, Self
 
+from kwflow.background import disown_in_forks
 from kwflow.errors import KwargError, SpanError, WorkerFailed, from_wire
 from kwflow.kwargs.schema import Span
 from kwflow.kwargs.tree import as_int
 from kwflow.show.progress import bar
-from kwflow.swarm.lifetime import Child, ChildFailed, disown_in_forks, same_imports
+from kwflow.swarm.lifetime import Child, ChildFailed, same_imports
 
 # NOTE [template] each worker imports for itself (10 s of CPU with its weights, all workers at once). Forks of a process
 # that has imported everything would start in a fraction, but not safely: numpy's and scipy's BLAS start threads when

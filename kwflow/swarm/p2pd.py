@@ -20,7 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from kwflow.swarm.lifetime import SOCKETS, answers, blind, disown_in_forks, sweep
+from kwflow.background import blind, disown_in_forks
+from kwflow.swarm.lifetime import SOCKETS, answers, sweep
 
 
 class Daemon:

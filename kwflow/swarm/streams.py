@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import suppress
 
+from kwflow.background import Background
 from kwflow.errors import BudgetError, KwflowError, ProtocolError, WorkerFailed, to_wire
 from kwflow.wire.channel import Connection, Cut
 from kwflow.wire.frames import FRAME_BYTES, Frames, Kind, frame, frames
@@ -55,6 +56,9 @@ class _ReplyReader:
             self.end(error)
         except OSError as error:
             self.end(WorkerFailed(f"the stream to worker {self.peer[-8:]} broke: {error}", peer=self.peer))
+        except Exception as error:  # nobody reads this stream any more, whatever it was
+            log.exception("reading from worker %s", self.peer[-8:])
+            self.end(WorkerFailed(f"the stream to worker {self.peer[-8:]} broke: {error!r}", peer=self.peer))
 
     def _deliver(self, payload: bytearray) -> None:
         if self.reply is None or self.reply.done():
@@ -141,7 +145,9 @@ class StreamChannel:
                 await self._writer.drain()
                 self._writer.write(part)
                 self.bytes_sent += len(part)
-        except OSError as error:
+        except Exception as error:  # an OSError, or whatever else leaves the request without its end
+            if not isinstance(error, OSError):
+                log.exception("writing to worker %s", self.peer[-8:])
             self._replies.end(WorkerFailed(f"the stream to worker {self.peer[-8:]} broke: {error}", peer=self.peer))
 
     def _watch(self, before: float) -> None:
@@ -197,6 +203,9 @@ async def answer_stream(
             writer.close()
         except OSError:  # TimeoutError too: the client is gone, or takes nothing
             writer.transport.abort()
+        except Exception:  # beats alone would have the client wait until its deadline
+            log.exception("answering a stream")
+            writer.transport.abort()
 
     async def beat() -> None:
         while True:
@@ -204,13 +213,17 @@ async def answer_stream(
                 writer.write(frame(Kind.BEAT))
             await asyncio.sleep(BEAT_SECONDS)
 
-    tasks = [asyncio.create_task(answer()), asyncio.create_task(beat())]
+    answering, beating = asyncio.create_task(answer()), Background(beat, "the beats of a stream")
+
+    async def stop() -> None:
+        answering.cancel()
+        await beating.stop()
+        await asyncio.wait({answering})
+
     try:
         refused = await _receive(reader, requests, limits)
         if refused is not None:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await stop()
             await send(dumps(Message({"error": to_wire(refused)})))
             # an end before the client has read would break its sending, and what it has not read would be lost
             with suppress(TimeoutError):
@@ -222,9 +235,7 @@ async def answer_stream(
     except OSError:
         pass  # the client is gone: that is how streams end
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        await stop()
         connection.close()
         writer.transport.abort()
 

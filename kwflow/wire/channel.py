@@ -178,6 +178,15 @@ class Pool:
             while channels:
                 await channels.pop().aclose()
 
+    @property
+    def idle(self) -> bool:
+        """Whether a channel is open that nobody uses."""
+        return any(self._idle.values())
+
+    def forget(self) -> None:
+        """In a forked child: drop the parent's channels without closing them."""
+        self._idle.clear()
+
 
 def _announced_seconds(reply: Message, name: str, seconds: float) -> float:
     """What a worker says that something took, up to the ``seconds`` of the whole; 0 where it says no such thing."""

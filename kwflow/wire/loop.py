@@ -6,67 +6,110 @@ Imports no network library.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
-import contextlib
-import os
+import logging
+import selectors
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from kwflow import background
+from kwflow.errors import CallerError
+
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 _lock = threading.RLock()  # also taken by finalizers, which may run anywhere
-_loop: asyncio.AbstractEventLoop | None = None
-_pid: int | None = None
 
 
-def network_loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process's one network thread, started at first use (again in a forked child)."""
-    global _loop, _pid
-    with _lock:
-        if _loop is None or _loop.is_closed() or _pid != os.getpid():
-            loop, ready = asyncio.new_event_loop(), threading.Event()
-
-            def serve() -> None:
-                asyncio.set_event_loop(loop)
-                loop.call_soon(ready.set)
-                loop.run_forever()
-
-            threading.Thread(target=serve, name="kwflow-network", daemon=True).start()
-            ready.wait()
-            if _pid is None:
-                atexit.register(_wind_up)
-            _loop, _pid = loop, os.getpid()
-        return _loop
+_network: _Network | None = None
+_parents: list[_Network] = []  # in a forked child: nothing of it may be finalized here
 
 
-def _wind_up() -> None:
-    """At exit: cancel what still runs on the network thread, so that nothing is destroyed while it is pending."""
+class _Network:
+    """An event loop and its thread. Nothing but the end of the process ends it."""
 
-    async def cancel_others() -> None:
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self.loop = asyncio.SelectorEventLoop(self._selector)
+        self._over = False
+        background.start_thread(self._serve, "kwflow-network", stop=self._stop)
+        background.disown_in_forks(self)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        while not self._over:
+            error = None
+            try:
+                self.loop.run_forever()
+            except BaseException as raised:  # noqa: BLE001  SystemExit in a task, say
+                error = raised
+            if not self._over:
+                log.warning("the network thread was ended (%r); it goes on", error, exc_info=error)
+        self.loop.close()
+
+    def _stop(self) -> None:
+        self._over = True
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop)
+
+    async def _end(self) -> None:
+        """Cancel what still runs, so that nothing is destroyed while it is pending."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         if others:
             await asyncio.wait(others, timeout=1.0)
+        self.loop.stop()
 
-    if _loop is not None and _pid == os.getpid() and _loop.is_running():
-        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-            asyncio.run_coroutine_threadsafe(cancel_others(), _loop).result(2.0)
+    def forked(self) -> None:
+        """In a forked child: keep the parent's loop as it stands, and out of what it shares with the parent's."""
+        global _network
+        _network = None
+        _parents.append(self)
+        for task in asyncio.all_tasks(self.loop):
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        own = [self._selector.fileno()] if hasattr(self._selector, "fileno") else []
+        background.blind([*own, *(key.fd for key in self._selector.get_map().values())])
+
+
+def network_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of this process's one network thread, started at first use (again in a forked child).
+
+    Raises CallerError at the process's end.
+    """
+    global _network
+    with _lock:
+        if background.ending():
+            raise CallerError("Python is ending, and kwflow's network thread has ended")
+        if _network is None:
+            background.hold_in_forks(_lock)
+            _network = _Network()
+        return _network.loop
+
+
+def begin(work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
+    """Start ``background.Background`` on the network thread, from any thread."""
+    network_loop().call_soon_threadsafe(background.Background, work, what)
 
 
 def on_network_thread() -> bool:
     """Whether the caller runs on the network thread, where nothing may wait for it."""
     try:
-        return asyncio.get_running_loop() is _loop
+        running = asyncio.get_running_loop()
     except RuntimeError:
         return False
+    return _network is not None and running is _network.loop
 
 
 def submit(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
     """Start a coroutine on the network thread; its result is awaited there or elsewhere."""
-    return asyncio.run_coroutine_threadsafe(work, network_loop())
+    try:
+        loop = network_loop()
+    except CallerError:
+        work.close()
+        raise
+    return asyncio.run_coroutine_threadsafe(work, loop)
 
 
 def run(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
@@ -106,5 +149,5 @@ async def in_thread(work: Callable[[], T]) -> T:
         else:
             loop.call_soon_threadsafe(settle, result, None)
 
-    threading.Thread(target=run, name="kwflow-composed", daemon=True).start()
+    background.start_thread(run, "kwflow-composed")
     return await future

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import itertools
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
+from kwflow.background import disown_in_forks, start_thread
 from kwflow.errors import WorkerFailed
 
 DECODE, PREFILL, FORWARD, BACKWARD = range(4)  # priorities: the lowest number goes first
@@ -26,19 +25,26 @@ class Compute:
     def __init__(self) -> None:
         # OpenMP keeps the number of threads by thread: this one's is fixed here, whatever others set later
         self.threads = torch.get_num_threads()
+        self._stopped = False
+        self._start()
+        disown_in_forks(self)
+
+    def _start(self) -> None:
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._number = itertools.count()
-        self._stopped = False
-        self._thread = threading.Thread(target=self._serve, name="kwflow-compute", daemon=True)
-        self._thread.start()
-        if not _running:
-            atexit.register(_finish)
-        _running.add(self)
+        self._thread: threading.Thread | None = start_thread(self._serve, "kwflow-compute", stop=self.stop)
+
+    def forked(self) -> None:
+        """In a forked child: the thread is the parent's, and so is what waits for it; the first work starts another."""
+        self._thread = None
+        disown_in_forks(self)
 
     async def __call__(self, priority: int, work: Callable[[], Any]) -> tuple[Any, float, float]:
         """Run ``work`` on the compute thread: its result, seconds queued, seconds computing. Raises WorkerFailed."""
         if self._stopped:
             raise WorkerFailed("the worker is closed")
+        if self._thread is None:
+            self._start()
         future: Future[tuple[Any, float, float]] = Future()
         self._queue.put((priority, next(self._number), (work, future, time.perf_counter())))
         return await asyncio.wrap_future(future)
@@ -72,15 +78,5 @@ class Compute:
 
     def stop(self) -> None:
         self._stopped = True
-        self._queue.put((-1, next(self._number), None))
-
-
-_running: weakref.WeakSet[Compute] = weakref.WeakSet()
-
-
-def _finish() -> None:
-    """At exit: a thread that is still freeing tensors when the interpreter ends would abort the process."""
-    for compute in list(_running):
-        compute.stop()
-    for compute in list(_running):
-        compute._thread.join(2.0)
+        if self._thread is not None:
+            self._queue.put((-1, next(self._number), None))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kwflow.autograd.derive import evaluate
+from kwflow.background import disown_in_forks
 from kwflow.blocks.block import of_the_machine, run
 from kwflow.blocks.kv import KV
 from kwflow.blocks.precision import precision, upcast
@@ -77,6 +78,14 @@ class Served:
         self.neighbours: Neighbour | None = None  # how other workers are reached, if they are
         self.inboxes: dict[str, Inbox] = {}  # of sessions, by name
         self._handing: set[asyncio.Task[None]] = set()
+        disown_in_forks(self)
+
+    def forked(self) -> None:
+        """In a forked child: the parent's sessions are not here."""
+        self.kv_used = 0
+        self.inboxes.clear()
+        self._handing.clear()
+        disown_in_forks(self)
 
     def hello(self) -> Hello:
         """What a client learns before its first call."""
@@ -100,6 +109,8 @@ class Served:
                 await neighbours(peer, layer, message)
             except (KwflowError, OSError) as error:
                 log.info("could not hand a step on to %s: %s", peer[-8:], error)
+            except Exception:
+                log.exception("could not hand a step on to %s", peer[-8:])
 
         task = asyncio.create_task(hand(), name="kwflow hand on")
         self._handing.add(task)
