@@ -21,6 +21,7 @@ OTHERS = {  # of other libraries, which have no public way
 }
 LEFT = {  # how often a file does; a number may only become smaller
     "models/test_hub.py": {"_listed": 1},  # a cache that is cleared: each test has a hub of its own
+    "whole/test_background.py": {"_again": 1, "_dropped": 1, "_ending": 1, "_task": 1},  # what only ends break
     "whole/test_demo.py": {"_run": 1},
     "whole/test_packaging.py": {"_package": 3},
     "worker/test_worker.py": {"_lock": 1},  # that a finalizer may take it shows only when one does, at some time
