@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,6 +15,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kwflow.blocks.precision import LiftFloat32
+from kwflow.kwargs.builtin import schema
+from kwflow.kwargs.points import PATTERN, edited_in
+from kwflow.kwargs.schema import Schema
+from kwflow.models.families import family_of
+from tests.families.configs import config
 from tests.families.table import reference
 from tests.kwargs.row import EVERY, MASK, NEW, B, D, Given, Place, Row, S
 from tests.oracle import cache_name, layers_of, residual
@@ -22,10 +28,27 @@ from tests.oracle.tiny import derivable, random
 PROMPT, ALL = slice(0, S), slice(0, S + NEW)  # columns
 
 
+@functools.cache
+def schema_of(family: str) -> Schema:
+    """What a family's layers announce, without a model of it: no names of projections, no sizes."""
+    own = family_of(config(family))
+    refused = {"position_ids": own.positions} if own.positions else {}
+    return schema(
+        {},
+        positions=not own.positions,
+        refused=refused,
+        points=edited_in(own.points),
+        captured_only=(PATTERN,),
+        projections={"any": (1, 1)},
+    )
+
+
 def leaves(
     row: Row, family: str, dtype: torch.dtype, layers: tuple[int, ...] = EVERY, rows: int = 1
 ) -> dict[str, Tensor]:
-    """A row's random values, for some layers, of all rows (1) or of each."""
+    """A row's random values, for some layers, of all rows (1) or of each, where the kwarg may have a batch axis."""
+    spec = schema_of(family).kwargs[row.kwarg]
+    rows = rows if not spec.forms or any("batch" in signature for signature in spec.signatures) else 1
     shapes = {name: (len(layers), rows, *own) for name, own in row.sizes(family).items()} | {**row.call_sizes}
     return {
         name: random(*shape, seed=i + 1, dtype=dtype, scale=row.spread)

@@ -8,7 +8,6 @@ a check applies is said by the schema that workers announce, and by the row of t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,15 +17,25 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from kwflow.errors import KwflowError, ShapeError, UnknownKwarg
-from kwflow.kwargs.builtin import schema
-from kwflow.kwargs.points import PATTERN, edited_in
-from kwflow.kwargs.schema import Schema
 from kwflow.models.families import family_of
 from tests.families.configs import config
 from tests.families.table import Compared, distributed, positions, reference
 from tests.kwargs.row import MASK, NEW, B, Row, S
 from tests.kwargs.rows import flat
-from tests.kwargs.sides import ALL, PROMPT, behind, given, inputs, leaves, local, longer, of_call, ours, places
+from tests.kwargs.sides import (
+    ALL,
+    PROMPT,
+    behind,
+    given,
+    inputs,
+    leaves,
+    local,
+    longer,
+    of_call,
+    ours,
+    places,
+    schema_of,
+)
 from tests.oracle import assert_bits, hooked, residual
 from tests.oracle.tiny import TWO, Requests, derivable, flow, ids, random
 
@@ -267,21 +276,6 @@ COMPARISONS = VALUES | DERIVATIVES
 CHECKS = (*COMPARISONS, *REFUSALS)
 BITWISE = ("value", "sub-batch", "per-layer")
 OTHERWISE_CUT = ("per-row", "session", "generate")  # ours and what is expected have other shapes
-
-
-@functools.cache
-def schema_of(family: str) -> Schema:
-    """What a family's layers announce, without a model of it: no names of projections, no sizes."""
-    own = family_of(config(family))
-    refused = {"position_ids": own.positions} if own.positions else {}
-    return schema(
-        {},
-        positions=not own.positions,
-        refused=refused,
-        points=edited_in(own.points),
-        captured_only=(PATTERN,),
-        projections={"any": (1, 1)},
-    )
 
 
 def refusing(row: Row, family: str) -> str:
