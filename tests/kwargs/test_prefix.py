@@ -287,7 +287,9 @@ def test_derivatives_of_any_order(name: str) -> None:
         "double backward": twice,
     }
     for what, transform in transforms.items():
-        found, wanted = transform(ours), transform(local)
+        # transformers' own deepseek cannot be mapped over v alone
+        wanted = torch.stack([local(k, one) for one in several[1]]) if what == "vmap of v alone" else transform(local)
+        found = transform(ours)
         pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
         for one, other in pairs:
             assert_close(one, other, what)

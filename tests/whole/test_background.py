@@ -349,12 +349,12 @@ FORKS = """
     torch.set_grad_enabled(False)
     with kf.local_swarm(folder, workers=2) as swarm, kf.connect(folder, peers=swarm.peers) as flow:
         expected, session = flow(X), flow.session(8)
-        step, daemon = session.step(X), flow.peers.pool.transport._daemon
+        step, daemon = session.step(X), flow.peers.pool.transport.daemon
         for ending in (sys.exit, os._exit):
             if not (child := os.fork()):
                 signal.alarm(60)
                 assert torch.equal(flow(X), expected)
-                assert flow.peers.pool.transport._daemon.pid != daemon.pid
+                assert flow.peers.pool.transport.daemon.pid != daemon.pid
                 with flow.session(8) as another:
                     assert torch.equal(another.step(X), step)
                 del session

@@ -278,7 +278,7 @@ def test_check_notebooks_fails_on_an_error(tmp_path: Path, cells: list[str], sta
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbformat.write(notebook, tmp_path / "01_try_it.ipynb")
-    script = [sys.executable, str(ROOT / "tests" / "execute_notebooks.py"), str(tmp_path)]
+    script = [sys.executable, str(ROOT / "tests" / "whole" / "execute_notebooks.py"), str(tmp_path)]
     run = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == status, run.stderr
     assert said in run.stdout + run.stderr
@@ -286,5 +286,5 @@ def test_check_notebooks_fails_on_an_error(tmp_path: Path, cells: list[str], sta
 
 @pytest.mark.slow
 def test_check_notebooks_fails_when_there_are_none(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "tests" / "execute_notebooks.py"), str(tmp_path)]
+    script = [sys.executable, str(ROOT / "tests" / "whole" / "execute_notebooks.py"), str(tmp_path)]
     assert subprocess.run(script, capture_output=True, timeout=120, check=False).returncode == 1
