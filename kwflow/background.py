@@ -130,7 +130,7 @@ def _join(deadline: float) -> list[threading.Thread]:
     """The threads that have not ended by then."""
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
-    return [thread for thread in _threads if thread.is_alive()]
+    return [thread for thread in list(_threads) if thread.is_alive()]
 
 
 def _interrupt(thread: threading.Thread) -> None:

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from kwflow.background import Background
+
 READ_BYTES = 1 << 18
 
 
@@ -37,7 +39,7 @@ class _Line:
     def __init__(self, link: LinkState, deliver: Callable[[bytes], None]):
         self._link, self._deliver = link, deliver
         self._held: deque[tuple[float, bytes]] = deque()
-        self._task: asyncio.Task[None] | None = None
+        self._task: Background | None = None
 
     def put(self, data: bytes) -> None:
         if self._task is None and calm(self._link):
@@ -45,7 +47,7 @@ class _Line:
             return
         self._held.append((asyncio.get_running_loop().time(), data))
         if self._task is None:
-            self._task = asyncio.create_task(self._run(), name="kwflow late")
+            self._task = Background(self._run, "what a link is late with")
 
     async def _run(self) -> None:
         clock = asyncio.get_running_loop().time
@@ -84,7 +86,7 @@ class _Reader:
             while data:
                 line.put(data)
                 data = await self._reader.read(READ_BYTES)
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  raised by who reads
             arrived.set_exception(error)
         else:
             line.put(b"")

@@ -111,8 +111,13 @@ def connect(
     blocks in this process; workers have their own, and answer in the caller's. ``quantize`` (int8 or nf4), ``device``
     and ``block_fn``: in this process only. ``name``: what the swarm calls the model (``kwflow worker --name``), if not
     the last part of its path or id; of workers with that name, those with this client's weights are used.
-    ``timeout``: seconds to join the swarm. A flow of a ``kf.local_swarm`` is closed with it. Raises ModelError,
-    KwargError, NoRoute, WorkerFailed, DeadlineError.
+    ``timeout``: seconds to join the swarm. A flow of a ``kf.local_swarm`` is closed with it.
+
+    In a forked child (a web server's worker) the flow connects anew at its first call, and opens sessions of its own.
+    Where the parent computed with several threads, torch itself hangs in the child until it is told
+    ``torch.set_num_threads(1)`` there.
+
+    Raises ModelError, KwargError, NoRoute, WorkerFailed, DeadlineError.
     """
     if peers is not None:
         for option, value in {"quantize": quantize, "device": device, "block_fn": block_fn}.items():

@@ -2,7 +2,8 @@
 
 Three rules hold everything here. A process ends when the pipe or socket to its owner closes, however the owner dies;
 each p2pd and each worker leads, or belongs to, a process session of its own, so an interrupt of a notebook does not
-reach it; and a forked copy of this process (multiprocessing, a DataLoader) owns nothing. No torch, no hivemind.
+reach it; and a forked copy of this process (multiprocessing, a DataLoader) owns nothing of these (``background``). No
+torch, no hivemind.
 """
 
 from __future__ import annotations

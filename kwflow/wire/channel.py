@@ -186,6 +186,7 @@ class Pool:
     def forget(self) -> None:
         """In a forked child: drop the parent's channels without closing them."""
         self._idle.clear()
+        self._lock = threading.Lock()  # a thread of the parent's may have had it
 
 
 def _announced_seconds(reply: Message, name: str, seconds: float) -> float:

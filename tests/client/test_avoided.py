@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from kwflow import background
 from kwflow.errors import BlockError, NoRoute, WorkerFailed, WorkerFull, to_wire
 from kwflow.wire import loop
 from kwflow.wire.message import Message
@@ -87,6 +88,27 @@ def test_it_is_asked_again_whatever_its_hello_was(swarm: Swarm) -> None:
     swarm.revive(0)
     until(lambda: not swarm.bans)
     assert len(asked) == 2
+
+
+def test_it_is_asked_again_whatever_ended_the_asking(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(background, "AGAIN_SECONDS", 0.01)
+    peers: Any = swarm.flow.peers
+    ask, broken = peers.ask_again, list[int]()
+
+    async def breaks(*args: Any) -> None:
+        if not broken:
+            broken.append(1)
+            raise ZeroDivisionError("nobody expects this")
+        await ask(*args)
+
+    monkeypatch.setattr(peers, "ask_again", breaks)
+    lose(swarm)
+    swarm.flow(X)
+    swarm.revive(0)
+    until(lambda: not swarm.bans)
+    assert "begun again" in caplog.text
 
 
 def test_one_that_left_the_directory_is_forgotten(swarm: Swarm) -> None:

@@ -268,6 +268,23 @@ def test_a_view_follows_the_swarm_and_its_buttons_act(swarm: Any) -> None:
     flow.close()
 
 
+def test_a_view_goes_on_after_any_error(swarm: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    view = kf.notebook.swarm_view(swarm, flow=swarm.flow())
+    look, broken = view.look, list[int]()
+
+    def breaks() -> None:
+        if not broken:
+            broken.append(1)
+            raise ZeroDivisionError
+        look()
+
+    monkeypatch.setattr(view, "look", breaks)
+    until(lambda: "tried again" in caplog.text)
+    swarm.pause(0)
+    until(lambda: "paused" in view.rows[0].map.value)
+    view.close()
+
+
 def test_a_view_ends_with_itself_and_with_its_swarm(swarm: Any) -> None:
     view = kf.notebook.swarm_view(swarm, flow=swarm.flow())
     view.close()

@@ -277,7 +277,7 @@ fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fo
 quiet = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # from Python 3.12 on
 
 
-def forked(work: Callable[[], object], seconds: int = 60) -> int:
+def forked(work: Callable[[], object], seconds: int = 20) -> int:
     """The status of a forked child that does some work."""
     if not (child := os.fork()):
         signal.alarm(seconds)  # a deadlock
@@ -319,7 +319,8 @@ def test_a_flow_of_this_process_survives_a_fork() -> None:
         for thread in others:
             thread.start()
         try:
-            assert [forked(child) for _ in range(5)] == [0] * 5
+            for _ in range(4):
+                assert forked(child) == 0
         finally:
             over.set()
             for thread in others:

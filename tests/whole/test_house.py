@@ -24,7 +24,7 @@ MAY = {
     "worker": "version background errors autograd kwargs wire blocks",
     "client": "show background errors autograd kwargs wire",
     "research": "show errors autograd kwargs blocks models client",
-    "faults": "errors kwargs wire blocks worker client",
+    "faults": "background errors kwargs wire blocks worker client",
     "swarm": "show version background errors kwargs wire blocks models worker client faults",
     "huggingface": "errors kwargs models client swarm",
     "notebook": "show background errors kwargs models client research swarm huggingface",
