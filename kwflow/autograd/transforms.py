@@ -36,7 +36,7 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _in_forward_mode(tensors: Sequence[Tensor]) -> bool:
+def in_forward_mode(tensors: Sequence[Tensor]) -> bool:
     """Whether a dual number of torch.autograd.forward_ad is among the inputs."""
     if forward_ad._current_level < 0:
         return False

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kwflow.autograd.transforms import _in_forward_mode, is_wrapped
+from kwflow.autograd.transforms import in_forward_mode, is_wrapped
 from kwflow.client.call import Estimate, Plan, PlanCall, join_rows, schemas_of
 from kwflow.client.inputs import Ends, _no_capture, token_ids
 from kwflow.client.options import Options
@@ -165,7 +165,7 @@ class Flow:
         if hidden.numel() == 0:
             reached = [t.sum().to(hidden.dtype) * 0 for t in plan.bound.tensors if t.requires_grad]
             return [sum(reached, hidden.clone())]
-        if any(is_wrapped(t) for t in tensors) or _in_forward_mode(tensors):
+        if any(is_wrapped(t) for t in tensors) or in_forward_mode(tensors):
             return plan.by_spans(tensors, retry)
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             # of inference tensors nobody can tell in backward whether they were changed since, nor save them for it

@@ -1,4 +1,4 @@
-"""Axis signatures: what each dimension of a kwarg means, and every cut, join and adjoint that follows from it.
+"""Axis signatures: what each dimension of a kwarg means, and every cut and join that follows from it.
 
 >>> axes(torch.zeros(4, 576), "batch hidden").size("hidden")
 576
@@ -180,17 +180,6 @@ def pick_layer(leaf: Axed, index: int) -> Axed:
     return Axed(leaf.tensor.select(dim, index), leaf.axes[:dim] + leaf.axes[dim + 1 :])
 
 
-def pick_layer_adjoint(cotangent: Tensor, whole: Axed, index: int) -> Tensor:
-    """Carry one layer's cotangent back to the stacked shape."""
-    if "layer" not in whole.axes:
-        return cotangent
-    dim = whole.axes.index("layer")
-    size = whole.tensor.shape[dim]
-    out = cotangent.new_zeros([*cotangent.shape[:dim], size, *cotangent.shape[dim:]])
-    out.select(dim, 0 if size == 1 else index).copy_(cotangent)
-    return out
-
-
 def join(parts: Sequence[Axed], axis: str, *, cut: bool) -> Axed:
     """The inverse of cutting: concatenate along ``axis``; parts that were whole are taken once.
 
@@ -201,27 +190,12 @@ def join(parts: Sequence[Axed], axis: str, *, cut: bool) -> Axed:
     return Axed(torch.cat([leaf.tensor for leaf in parts], first.axes.index(axis)), first.axes) if cut else first
 
 
-def join_adjoint(cotangent: Tensor, parts: Sequence[Axed], axis: str, *, cut: bool) -> list[Tensor]:
-    """Cut a joined cotangent into the parts'."""
-    if not cut:
-        return [cotangent, *(torch.zeros_like(leaf.tensor) for leaf in parts[1:])]
-    dim = parts[0].axes.index(axis)
-    return list(cotangent.split([leaf.tensor.shape[dim] for leaf in parts], dim))
-
-
 def expand(leaf: Axed, axis: str, size: int) -> Axed:
     """Repeat a size-1 axis to ``size`` (a view); anything else is returned as it is."""
     if axis not in leaf.axes or is_cut(leaf, axis):
         return leaf
     dim = leaf.axes.index(axis)
     return Axed(leaf.tensor.expand(*leaf.tensor.shape[:dim], size, *leaf.tensor.shape[dim + 1 :]), leaf.axes)
-
-
-def expand_adjoint(cotangent: Tensor, whole: Axed, axis: str) -> Tensor:
-    """A size-1 axis gets a size-1 gradient: the sum."""
-    if axis not in whole.axes or is_cut(whole, axis):
-        return cotangent
-    return cotangent.sum(whole.axes.index(axis), keepdim=True)
 
 
 def repeat_rows(leaf: Axed, repeats: int) -> Axed:
@@ -231,26 +205,11 @@ def repeat_rows(leaf: Axed, repeats: int) -> Axed:
     return Axed(leaf.tensor.repeat_interleave(repeats, leaf.axes.index("batch")), leaf.axes)
 
 
-def repeat_rows_adjoint(cotangent: Tensor, whole: Axed, repeats: int) -> Tensor:
-    """The sum over each row's copies."""
-    if repeats == 1 or not is_cut(whole, "batch"):
-        return cotangent
-    return cotangent.unflatten(whole.axes.index("batch"), (-1, repeats)).sum(whole.axes.index("batch") + 1)
-
-
 def index_rows(leaf: Axed, rows: Tensor) -> Axed:
     """Rows in another order, with repeats: what a beam reorder does to a kwarg."""
     if not is_cut(leaf, "batch"):
         return leaf
     return Axed(leaf.tensor.index_select(leaf.axes.index("batch"), rows), leaf.axes)
-
-
-def index_rows_adjoint(cotangent: Tensor, whole: Axed, rows: Tensor) -> Tensor:
-    """Add each row's cotangent where the row came from."""
-    if not is_cut(whole, "batch"):
-        return cotangent
-    out = cotangent.new_zeros(whole.tensor.shape)
-    return out.index_add(whole.axes.index("batch"), rows, cotangent)
 
 
 def join_steps(steps: Sequence[Axed], lengths: Sequence[int]) -> Axed | None:

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from kwflow.autograd.transforms import is_wrapped
+from kwflow.autograd.transforms import in_forward_mode, is_wrapped
 from kwflow.errors import KwargError, ShapeError, SpanError
 from kwflow.kwargs.axes import describe
 from kwflow.kwargs.edit import Edit, add, project_out
@@ -254,5 +253,4 @@ def _adds_nothing(vector: Tensor, scale: Any) -> bool:
 
 
 def _is_derived(tensor: Tensor) -> bool:
-    dual = forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
-    return is_wrapped(tensor) or tensor.requires_grad or dual
+    return is_wrapped(tensor) or tensor.requires_grad or in_forward_mode([tensor])
