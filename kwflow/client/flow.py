@@ -51,7 +51,7 @@ class Flow:
     """
 
     def __init__(self, ends: Ends, peers: Peers, span: Span, options: Options | None = None):
-        self.ends, self.peers, self.span, self._options = ends, peers, span, options or Options()
+        self.ends, self.peers, self.span, self.settings = ends, peers, span, options or Options()
 
     @property
     def start(self) -> int:
@@ -80,7 +80,7 @@ class Flow:
         if start is None or stop is None or not self.start <= start < stop <= self.stop:
             bounds = ":".join("" if end is None else repr(end) for end in (layers.start, layers.stop))
             raise SpanError(f"flow[{bounds}] does not lie in this flow's layers {self.start}:{self.stop} (absolute)")
-        return Flow(self.ends, self.peers, (start, stop), self._options)
+        return Flow(self.ends, self.peers, (start, stop), self.settings)
 
     def options(self, **changes: Any) -> Flow:
         """A Flow that runs otherwise: ``timeout`` seconds, ``batch_tokens``, ``peers_blocked``, ``dtype="float64"``,
@@ -96,7 +96,7 @@ class Flow:
         for name in {"timeout", "batch_tokens"} & set(changes):
             number = as_int(changes[name])
             changes[name] = changes[name] if number is None else number
-        options = replace(self._options, **changes)
+        options = replace(self.settings, **changes)
         if options.dtype not in (None, "float32", "float64"):
             raise KwargError(f"option dtype is {options.dtype!r}; a worker upcasts to 'float32' or 'float64'")
         timeout, tokens = options.timeout, options.batch_tokens
@@ -115,7 +115,7 @@ class Flow:
         return f"Flow({self.ends.name}, layers {self.start}:{self.stop}, {dtype}{also})"
 
     def _repr_html_(self) -> str:
-        return flow_page(repr(self), self.ends.layers, self.span, self.peers, self._options.peers_blocked)
+        return flow_page(repr(self), self.ends.layers, self.span, self.peers, self.settings.peers_blocked)
 
     # ---- calls
 
@@ -214,7 +214,7 @@ class Flow:
     @property
     def dispatcher(self) -> Dispatcher:
         """What brings this flow's requests to workers."""
-        return Dispatcher(self.peers, self._options)
+        return Dispatcher(self.peers, self.settings)
 
     def _bind(self, hidden: Tensor, kwargs: Mapping[str, Any], schemas: Schemas) -> Bound:
         """A caller's tensors are computed with on the caller's thread only: torch.func's state is of a thread."""
@@ -236,10 +236,10 @@ class Flow:
         """Cut a call's rows by what the workers take at once."""
         batch, seq, _ = hidden.shape
         limits = [hop.hello.limits.batch_tokens for hop in route]  # what each worker takes at once
-        tokens = min([self._options.batch_tokens, *(limit for limit in limits if limit)])
+        tokens = min([self.settings.batch_tokens, *(limit for limit in limits if limit)])
         rows = max(1, tokens // max(1, seq))
         cuts = tuple((at, min(at + rows, batch)) for at in range(0, batch, rows))
-        return Plan(self.peers, tuple(route), bound, cuts, self._options)
+        return Plan(self.peers, tuple(route), bound, cuts, self.settings)
 
     # ---- the client's own part of the model
 
@@ -289,7 +289,7 @@ class Flow:
         same where the workers' numerics are; "merged", joined where axes and rotary scaling allow, faster and equal but
         for rounding.
         """
-        if self._options.dtype:
+        if self.settings.dtype:
             raise UnsupportedError("a session runs in the workers' dtype; options(dtype=) is for calls")
 
         return Session(self.ends, self.dispatcher, self.span, max_length, replay)

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,16 @@ from kwflow.kwargs.tree import as_int
 from kwflow.wire import loop
 
 MODES = ("stepwise", "merged")
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """A step's kwargs as they are sent, and what the session remembers of them when it succeeds."""
+
+    kwargs: Bound
+    mask: Tensor | None  # (batch, stop) bool, of all columns
+    positions: Tensor | None  # (batch, stop), of all columns; None: each column's own number
+    columns: Columns
 
 
 class Session:
@@ -73,7 +83,7 @@ class Session:
         self.closed = False
         self._mask: Tensor | None = None  # (batch, position) bool
         self._positions: Tensor | None = None  # (batch, position) of every column, once some were given
-        self._ids: Tensor | None = None  # (batch, position) tokens, -1 at pads and where not known, once some were said
+        self.token_ids: Tensor | None = None  # (batch, position), -1 at pads and where not known; None: none were given
         self._prompt_columns = 0  # of the columns, how many were said to be of the prompt
         self._end_was: str | None = None  # an at= that was counted from the prompt's end as it was known then
         self._four_d: int | None = None  # the column where the first 4-D mask came
@@ -106,10 +116,10 @@ class Session:
             raise SessionError(f"phase is {phase!r}; a step is of the 'prompt' or 'generated'")
         check_hidden(hidden, self.ends.hidden_size)
         prompt = {None: None, "prompt": self.position + hidden.shape[1], "generated": self._prompt_columns}[phase]
-        return self._step(hidden, kwargs, repeats=1, prompt=prompt, prompt_length=prompt_length)
+        return self.step_expanded(hidden, kwargs, repeats=1, prompt=prompt, prompt_length=prompt_length)
 
     @torch.compiler.disable(reason="the layers run on workers")
-    def _step(
+    def step_expanded(
         self,
         hidden: Tensor,
         kwargs: Mapping[str, Any],
@@ -132,11 +142,11 @@ class Session:
                 capture.belong(self)
             bind = functools.partial(self._bind, hidden, kwargs, repeats, prompt, prompt_length)
             stages = self._stages or self._opened(retry, bind)
-            bound, mask, positions, columns = bind(schemas_of(stages.hops))
+            binding = bind(schemas_of(stages.hops))
             if hidden.numel() == 0:
                 return hidden.clone()
             self._settle(retry)
-            step = Step(self.position, plain(hidden).clone(), bound.plain(), tuple(self._reorders))
+            step = Step(self.position, plain(hidden).clone(), binding.kwargs.plain(), tuple(self._reorders))
             self._reorders_sent.add(self._reorder_count)
             self._running = loop.submit(stages.step(step, self.dispatcher.options.push, retry))
             try:  # an interrupt leaves it running; the next step waits for it
@@ -147,21 +157,20 @@ class Session:
             except concurrent.futures.CancelledError as error:
                 raise SessionError("the session was closed in the middle of a step") from error
             self._running = None
-            self.prefix = self.prefix if self.position else prefix_kv.length(bound)
-            self._ids = self._ids_with(ids, mask, *hidden.shape[:2])
+            self.prefix = self.prefix if self.position else prefix_kv.length(binding.kwargs)
+            self.token_ids = self._token_ids_with(ids, binding.mask, *hidden.shape[:2])
             self.position += hidden.shape[1]
             self.batch = hidden.shape[0]
-            self._mask = mask
-            self._positions = positions
+            self._mask, self._positions = binding.mask, binding.positions
             if prompt is not None:
                 self._prompt_columns = prompt
-                self._note_end(kwargs, columns, prompt_length)
+                self._note_end(kwargs, binding.columns, prompt_length)
             self._reorders.clear()
             self._reorders_sent = {self._reorder_count}  # which every worker has
             if isinstance(capture, Capture):
                 self._captures.add(capture)
                 nothing = capture.nothing(hidden, self._hops[0].schema.sizes, self.prefix + self.position)
-                capture.take(pick(capture.at, columns), captured or nothing, self.batch)
+                capture.take(pick(capture.at, binding.columns), captured or nothing, self.batch)
             return out.to(hidden.device)
 
     @property
@@ -212,7 +221,7 @@ class Session:
                 capture.reorder(index)
             self._mask = None if self._mask is None else self._mask[index]
             self._positions = None if self._positions is None else self._positions[index]
-            self._ids = None if self._ids is None else self._ids[index]
+            self.token_ids = None if self.token_ids is None else self.token_ids[index]
 
     def _to_reorder(self, more: Sequence[Reorder]) -> None:
         """Let the next step reorder rows so, too: all that no worker can have a part of as one."""
@@ -238,7 +247,7 @@ class Session:
                 capture.rollback(position)
             self._mask = None if self._mask is None else self._mask[:, :position]
             self._positions = None if self._positions is None or not position else self._positions[:, :position]
-            self._ids = None if self._ids is None or not position else self._ids[:, :position]
+            self.token_ids = None if self.token_ids is None or not position else self.token_ids[:, :position]
             if self._four_d is not None and position <= self._four_d:
                 self._four_d = None
 
@@ -311,8 +320,7 @@ class Session:
         prompt: int | None,
         prompt_length: int | Tensor | None,
         schemas: Schemas,
-    ) -> tuple[Bound, Tensor | None, Tensor | None, Columns]:
-        """The step's kwargs for the wire, the mask and positions to remember when it succeeds, its columns."""
+    ) -> Binding:
         batch, seq, _ = hidden.shape
         start, stop = self.position, self.position + seq
         step_kwargs = dict(kwargs)
@@ -337,20 +345,13 @@ class Session:
         if any(is_wrapped(t) for t in tensors) or (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
             raise SessionError("a session is not differentiable: use flow(...) for gradients, or torch.no_grad()")
         if positions is not None and self._positions is None and _are_columns(positions, prefix_length + start):
-            return (
-                bound.joined(sent.without("position_ids")),
-                remembered,
-                None,
-                columns,
-            )  # what a worker takes them for anyway
+            sent, positions = sent.without("position_ids"), None  # what a worker takes them for anyway
         if positions is not None:
-            before = (
-                torch.arange(prefix_length, prefix_length + start).expand(batch, start)
-                if self._positions is None
-                else self._positions
-            )
+            before = self._positions
+            if before is None:
+                before = torch.arange(prefix_length, prefix_length + start).expand(batch, start)
             positions = torch.cat([before, called.call()["position_ids"].tensor.expand(batch, seq)], 1)
-        return bound.joined(sent), remembered, positions, columns
+        return Binding(bound.joined(sent), remembered, positions, columns)
 
     def _columns(
         self,
@@ -415,19 +416,19 @@ class Session:
         columns = [mask[:, start:] if i == at else tensor for i, tensor in enumerate(called.tensors)]
         return mask, called.with_tensors(columns)
 
-    def _ids_with(self, ids: Tensor | None, mask: Tensor | None, batch: int, seq: int) -> Tensor | None:
+    def _token_ids_with(self, ids: Tensor | None, mask: Tensor | None, batch: int, seq: int) -> Tensor | None:
         """The tokens of all columns, those of a step too; before its tokens may stand columns that have none."""
-        if ids is None and self._ids is None:
+        if ids is None and self.token_ids is None:
             return None
         own = torch.full((batch, seq), -1)
         if ids is not None:
             own[:, seq - ids.shape[1] :] = ids.cpu()
         if mask is not None and mask.shape[1] > self.position:  # a 4-D one is not remembered
             own = torch.where(mask[:, self.position :], own, -1)
-        past = torch.full((batch, self.position), -1) if self._ids is None else self._ids
+        past = torch.full((batch, self.position), -1) if self.token_ids is None else self.token_ids
         return torch.cat([past, own], 1)
 
-    def _detach(self, capture: Capture) -> None:
+    def release(self, capture: Capture) -> None:
         """Let a capture stay as it is, whatever becomes of the rows and columns from now on."""
         self._captures.discard(capture)
         capture.replace(capture.steps)

@@ -39,20 +39,20 @@ def __dir__() -> list[str]:
     return sorted([*auto.__all__, *auto.class_names()])
 
 
-def _why_not(own: str) -> str:
-    """Why there is no class for ``own``, a name of transformers or none."""
+def _why_not(name: str) -> str:
+    """Why there is no class for ``name``, a name of transformers or none."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
     from kwflow.models.families import FAMILIES, why_not
     from kwflow.models.spans import quiet
 
-    if own.endswith("Config"):
+    if name.endswith("Config"):
         return "a config is transformers' own, from AutoDistributedConfig.from_pretrained(model)"
-    hf = getattr(transformers, own, None)
+    hf = getattr(transformers, name, None)
     kind = hf.config_class if isinstance(hf, type) and issubclass(hf, transformers.PreTrainedModel) else None
     if kind is None:
-        return f"transformers has no model class {own!r}"
+        return f"transformers has no model class {name!r}"
     if kind.model_type in FAMILIES:
         return f"of {kind.model_type}, a base model, a causal language model and a sequence classification are served"
     try:

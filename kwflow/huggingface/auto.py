@@ -120,9 +120,9 @@ class _Auto:
         if tuned is not None:
             if tuning_mode is not None or pre_seq_len is not None:
                 raise KwargError("tuned= says its own tuning_mode and pre_seq_len")
-            said = read_tuned(tuned)
-            tuning_mode, pre_seq_len = said.get("tuning_mode"), said.get("pre_seq_len")
-            changes = {**{k: v for k, v in said.get("labels", {}).items() if k in cls._config_names}, **changes}
+            saved = read_tuned(tuned)
+            tuning_mode, pre_seq_len = saved.get("tuning_mode"), saved.get("pre_seq_len")
+            changes = {**{k: v for k, v in saved.get("labels", {}).items() if k in cls._config_names}, **changes}
         flow = _connected(model, flow, initial_peers, dtype)
         module, added = cls._make(flow.ends, changes)  # type: ignore[arg-type]
         made = shared(module, kind)
@@ -226,15 +226,15 @@ def _names(table: str) -> Mapping[str, str]:
 @functools.cache
 def class_names() -> Mapping[str, tuple[type[_Auto], str]]:
     """Every family's classes by name: the Auto class that makes one, and the name of transformers' own."""
-    own = {auto: [_names(auto._table).get(family) for family in sorted(FAMILIES)] for auto in AUTOS}
-    return {f"Distributed{name}": (auto, name) for auto, names in own.items() for name in names if name}
+    by_auto = {auto: [_names(auto._table).get(family) for family in sorted(FAMILIES)] for auto in AUTOS}
+    return {f"Distributed{name}": (auto, name) for auto, names in by_auto.items() for name in names if name}
 
 
 @functools.cache
 def family_class(name: str) -> type:
     """The class of one of ``class_names``, made when it is first asked for."""
-    auto, own = class_names()[name]
-    hf = getattr(importlib.import_module("transformers"), own)
+    auto, hf_name = class_names()[name]
+    hf = getattr(importlib.import_module("transformers"), hf_name)
     # a base model is the one that others stand on, which puts trained prompts before its columns
     return distributed(prefixed(hf) if auto is AutoDistributedModel else hf, auto, auto._mixin)
 

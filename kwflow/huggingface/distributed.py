@@ -34,20 +34,20 @@ from kwflow.models.prepare import arguments, cache_argument
 
 
 @dataclass(frozen=True)
-class During:
+class GenerateCall:
     """What holds at every step of a generate call."""
 
     kwargs: Mapping[str, Any]
     prompt: int | None = None  # columns of the prompt
     prompt_tokens: Tensor | None = None  # tokens of each row's prompt
     cache: Any = None  # whose prompt it is: guidance runs another sequence beside it
-    ahead: int = 0  # columns of the prefix_kv before it
+    prefix_columns: int = 0  # columns of the prefix_kv before it
     repeats: int = 1  # its rows are that many copies of each row that the kwargs are given for
     ending: Any = None  # the stopping criteria, which note where its rows end
 
 
-NOTHING = During({})
-during: ContextVar[During] = ContextVar("kwflow_during", default=NOTHING)
+NO_CALL = GenerateCall({})
+generate_call: ContextVar[GenerateCall] = ContextVar("kwflow_generate_call", default=NO_CALL)
 
 HOME = "kwflow.huggingface"  # where the families' classes can be imported from, by name
 
@@ -81,44 +81,51 @@ class Distributed:
         A plain differentiable call; with ``use_cache=True``, and nothing that requires grad, a session, which the
         output's cache stands for.
         """
-        own, given = self._take_kwargs(kwargs, EXTRAS)
-        call = arguments(super().forward, args, given)  # type: ignore[misc]
+        block_kwargs, hf_kwargs = self._take_kwargs(kwargs, EXTRAS)
+        call = arguments(super().forward, args, hf_kwargs)  # type: ignore[misc]
         for name in ("output_attentions", "output_hidden_states"):
             if call.get(name) or getattr(self.config, name, False):  # type: ignore[attr-defined]
                 raise UnsupportedError(f"{name}=True: {NOT_SENT}")
         cache_name = cache_argument(super().forward)  # type: ignore[misc]
-        cache = self._cache(call, cache_name, own)
+        cache = self._cache(call, cache_name, block_kwargs)
         mask = call.pop("attention_mask", None)
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.is_floating_point():
             mask = mask.long()  # as transformers takes it; what is not 0 or 1 is refused further on
         begins = cache is None or cache.session.position == 0
-        shared = {n: value for n, value in during.get().kwargs.items() if begins or n != prefix.NAME}
-        own = {**shared, **own}
-        self.tuning.check(own, mask)
-        ahead = columns_of(own) if cache is None or begins else cache.session.prefix
-        self._place(call, mask, cache, ahead)
+        shared = {n: value for n, value in generate_call.get().kwargs.items() if begins or n != prefix.NAME}
+        block_kwargs = {**shared, **block_kwargs}
+        self.tuning.check(block_kwargs, mask)
+        prefix_columns = columns_of(block_kwargs) if cache is None or begins else cache.session.prefix
+        self._place(call, mask, cache, prefix_columns)
         if cache is not None:
             call[cache_name] = cache
         ids = call.get("input_ids") if call.get("inputs_embeds") is None else None
         if _covers(mask, call, cache):  # some families derive positions from it
             call["attention_mask"] = mask
-        with bridged(functools.partial(self._run_layers, own, mask, cache, ids)), prefixing(self.tuning, ahead):
+        with (
+            bridged(functools.partial(self._run_layers, block_kwargs, mask, cache, ids)),
+            prefixing(self.tuning, prefix_columns),
+        ):
             return super().forward(**call, use_cache=cache is not None)  # type: ignore[misc]
 
-    def _place(self, call: dict[str, Any], mask: Any, cache: RemoteCache | None, ahead: int) -> None:
-        """Say the positions behind a prefix of ``ahead`` columns where nobody did: transformers does not see it."""
-        if not ahead or call.get("position_ids") is not None or "position_ids" not in _forward_names(type(self)):
+    def _place(self, call: dict[str, Any], mask: Any, cache: RemoteCache | None, prefix_columns: int) -> None:
+        """Say the positions behind ``prefix_columns`` where nobody did: transformers does not see the prefix_kv."""
+        if (
+            not prefix_columns
+            or call.get("position_ids") is not None
+            or "position_ids" not in _forward_names(type(self))
+        ):
             return
         inputs = call.get("input_ids") if call.get("inputs_embeds") is None else call["inputs_embeds"]
         if isinstance(inputs, Tensor) and inputs.dim() > 1:
             past, seq = 0 if cache is None else cache.get_seq_length(), inputs.shape[1]
             counted = getattr(self.flow.ends, "counts_mask", False) and isinstance(mask, Tensor) and mask.dim() == 2
             positions = token_position(mask, seq) if counted else torch.arange(past, past + seq)[None]
-            call["position_ids"] = positions.clamp(min=0).to(inputs.device) + ahead
+            call["position_ids"] = positions.clamp(min=0).to(inputs.device) + prefix_columns
 
     def _run_layers(
         self,
-        own: Mapping[str, Any],
+        block_kwargs: Mapping[str, Any],
         mask: Tensor | None,
         cache: RemoteCache | None,
         ids: Tensor | None,
@@ -127,23 +134,28 @@ class Distributed:
     ) -> Tensor:
         """What the stand-in layer does: one call of the flow, or one step of the session."""
         begins = cache is None or cache.session.position == 0
-        step = {**own, **(self.tuning.kwargs() if begins else {}), "attention_mask": self.tuning.mask(mask)}
+        step = {**block_kwargs, **(self.tuning.kwargs() if begins else {}), "attention_mask": self.tuning.mask(mask)}
         if self.flow.ends.takes_positions and layer_kwargs.get("position_ids") is not None:
             step["position_ids"] = layer_kwargs["position_ids"]
         if cache is None:
             return self.flow(hidden, **step)
-        now = during.get()
-        now = now if cache is now.cache else NOTHING
-        return cache.session._step(
-            hidden, step, repeats=now.repeats, prompt=now.prompt, prompt_length=now.prompt_tokens, ids=ids
+        settings = generate_call.get()
+        settings = settings if cache is settings.cache else NO_CALL
+        return cache.session.step_expanded(
+            hidden,
+            step,
+            repeats=settings.repeats,
+            prompt=settings.prompt,
+            prompt_length=settings.prompt_tokens,
+            ids=ids,
         )
 
-    def _cache(self, call: dict[str, Any], name: str, own: Mapping[str, Any]) -> RemoteCache | None:
+    def _cache(self, call: dict[str, Any], name: str, block_kwargs: Mapping[str, Any]) -> RemoteCache | None:
         """Take the cache out of a forward's arguments; a new session where one is wanted."""
         older = call.pop("past_key_values", None) if name != "past_key_values" else None  # its name before 5.x
         cache = call.pop(name, None)
         cache, wanted = self._ours(older if cache is None else cache, name), call.pop("use_cache", None)
-        if cache is None and wanted and not self._differentiates([*own.values(), call.get("inputs_embeds")]):
+        if cache is None and wanted and not self._differentiates([*block_kwargs.values(), call.get("inputs_embeds")]):
             return RemoteCache(self.flow.session(), prefix=self.tuning.length)
         return cache
 
@@ -164,16 +176,16 @@ class Distributed:
 
         Raises UnknownKwarg for what neither side takes: a family's ``**kwargs`` would swallow it without a word.
         """
-        kwargs, theirs = prefix.named(kwargs, len(self.flow)), known | _forward_names(type(self))
-        if kwargs.keys() <= theirs:
+        kwargs, hf_names = prefix.named(kwargs, len(self.flow)), known | _forward_names(type(self))
+        if kwargs.keys() <= hf_names:
             return {}, dict(kwargs)
-        taken = self.flow.kwargs()
-        own = {name: value for name, value in kwargs.items() if name in taken}
-        given = {name: value for name, value in kwargs.items() if name not in own}
-        for name in given.keys() - theirs:
-            hint = did_you_mean(name, [*taken, *theirs])
-            raise UnknownKwarg(f"the model got {name!r}; its blocks take {', '.join(sorted(taken))}.{hint}")
-        return own, given
+        block_names = self.flow.kwargs()
+        block_kwargs = {name: value for name, value in kwargs.items() if name in block_names}
+        hf_kwargs = {name: value for name, value in kwargs.items() if name not in block_kwargs}
+        for name in hf_kwargs.keys() - hf_names:
+            hint = did_you_mean(name, [*block_names, *hf_names])
+            raise UnknownKwarg(f"the model got {name!r}; its blocks take {', '.join(sorted(block_names))}.{hint}")
+        return block_kwargs, hf_kwargs
 
     # ---- training
 
@@ -210,9 +222,9 @@ class Distributed:
         return set(self.state_dict()) - saved_names(self)  # type: ignore[attr-defined]
 
 
-def columns_of(own: Mapping[str, Any]) -> int:
+def columns_of(block_kwargs: Mapping[str, Any]) -> int:
     """How many columns the kwargs' prefix has; what is wrong with it is said further on."""
-    leaves = flatten(_tensors_of(own.get(prefix.NAME)))[0]
+    leaves = flatten(_tensors_of(block_kwargs.get(prefix.NAME)))[0]
     tensors = [leaf if isinstance(leaf, Tensor) else leaf.tensor for leaf in leaves]
     return tensors[0].shape[-2] if tensors and tensors[0].dim() > 1 else 0
 
@@ -239,20 +251,20 @@ def distributed(hf: type, *mixins: type) -> type:
     from_pretrained makes it, and a subclass, without ``__init__``.
     """
     ours = {method: getattr(mixin, method) for mixin in reversed(mixins) for method in SIGNED if hasattr(mixin, method)}
-    methods = {method: _signed(own, getattr(hf, method), name) for method, own in ours.items()}
+    methods = {named: _signed(method, getattr(hf, named), name) for named, method in ours.items()}
     return type(name, (*mixins, hf), {"__module__": HOME, "__doc__": doc, **methods})
 
 
-def _signed(own: Callable[..., Any], theirs: Callable[..., Any], owner: str) -> Callable[..., Any]:
-    """One of our methods with the signature of theirs."""
+def _signed(method: Callable[..., Any], like: Callable[..., Any], owner: str) -> Callable[..., Any]:
+    """A method of ours with the signature of the Hugging Face method that it is ``like``."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return own(self, *args, **kwargs)
+    def forwarding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
 
-    method.__name__, method.__doc__ = own.__name__, own.__doc__
-    method.__module__, method.__qualname__ = HOME, f"{owner}.{own.__name__}"
-    method.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]
-    return method
+    forwarding.__name__, forwarding.__doc__ = method.__name__, method.__doc__
+    forwarding.__module__, forwarding.__qualname__ = HOME, f"{owner}.{method.__name__}"
+    forwarding.__signature__ = inspect.signature(like)  # type: ignore[attr-defined]
+    return forwarding
 
 
 @functools.cache

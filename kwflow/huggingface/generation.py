@@ -15,7 +15,7 @@ from transformers import StoppingCriteriaList
 from kwflow.client.session import Session
 from kwflow.errors import KwargError, SessionError, UnsupportedError
 from kwflow.huggingface.beams import AtEachStep, returning_beams
-from kwflow.huggingface.distributed import EXTRAS, NOT_SENT, Distributed, During, columns_of, during
+from kwflow.huggingface.distributed import EXTRAS, NOT_SENT, Distributed, GenerateCall, columns_of, generate_call
 from kwflow.huggingface.remote_cache import RemoteCache
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.capture import Capture
@@ -47,19 +47,19 @@ class Generates(Distributed):
         with the whole history or, with a mask of all columns, the new tokens alone. Raises, before anything is sent,
         UnsupportedError for what a session on workers cannot do, SessionError where the history is not the cache's.
         """
-        own, given = self._take_kwargs(kwargs, EXTRAS | _generate_names(type(self)))
-        call = arguments(super().generate, args, given)  # type: ignore[misc]
-        settings, wanted = self._settings(call), own.get("capture")
-        self._refuse(own, call, settings)
+        block_kwargs, hf_kwargs = self._take_kwargs(kwargs, EXTRAS | _generate_names(type(self)))
+        call = arguments(super().generate, args, hf_kwargs)  # type: ignore[misc]
+        settings, wanted = self._settings(call), block_kwargs.get("capture")
+        self._refuse(block_kwargs, call, settings)
         repeats = max(settings.num_beams or 1, settings.num_return_sequences or 1)
-        cache, ahead, kept = self._session_of(call, settings, columns_of(own), repeats)
+        cache, prefix_columns, kept = self._session_of(call, settings, columns_of(block_kwargs), repeats)
         prompt = self._prompt(call, settings)
         call["use_cache"] = True  # whatever the model's config says (mpt's: no): the session is the cache
         beams = AtEachStep(wanted) if isinstance(wanted, Capture) and (settings.num_beams or 1) > 1 else None
         if beams is not None:
-            own, call = {**own, "capture": beams}, returning_beams(call)
+            block_kwargs, call = {**block_kwargs, "capture": beams}, returning_beams(call)
         ending = Ending(cache.session)
-        token = during.set(During(own, *prompt, cache, ahead, repeats, ending))
+        token = generate_call.set(GenerateCall(block_kwargs, *prompt, cache, prefix_columns, repeats, ending))
         try:
             out = super().generate(**call)  # type: ignore[misc]
             if beams is None:
@@ -67,28 +67,28 @@ class Generates(Distributed):
             beams.give(out.beam_indices, prompt[0])
             return out if settings.return_dict_in_generate else out.sequences
         finally:
-            during.reset(token)
+            generate_call.reset(token)
             if isinstance(wanted, Capture) and beams is None:
                 ending.trim(wanted)
             if not kept:
                 cache.session.close()
 
     def _session_of(
-        self, call: dict[str, Any], settings: Any, ahead: int, repeats: int
+        self, call: dict[str, Any], settings: Any, prefix_columns: int, repeats: int
     ) -> tuple[RemoteCache, int, bool]:
         """The call's cache, put into its arguments; columns of the prefix_kv before it; whether the caller has it."""
         name = cache_argument(self.forward)
         cache = self._ours(call.get("past_key_values") if call.get(name) is None else call[name], name)
         if cache is not None:
-            if cache.session.position and ahead:
+            if cache.session.position and prefix_columns:
                 raise SessionError(f"generate: prefix_kv stands before column 0, and the cache holds {cache!r}")
             if cache.get_seq_length():
                 _check_goes_on(call, settings, cache, repeats)
-            return cache, cache.session.prefix if cache.session.position else ahead, True
+            return cache, cache.session.prefix if cache.session.position else prefix_columns, True
         kept = bool(settings.return_dict_in_generate)  # the caller gets the cache, and may go on from it
-        session = self.flow.session(None if kept else ahead + self.tuning.length + _columns(call, settings))
+        session = self.flow.session(None if kept else prefix_columns + self.tuning.length + _columns(call, settings))
         call[name] = RemoteCache(session, self.tuning.length)
-        return call[name], ahead, kept
+        return call[name], prefix_columns, kept
 
     def _prompt(self, call: Mapping[str, Any], settings: Any) -> tuple[int, Tensor | None]:
         """How many columns are the prompt's, those of trained prompts included, and each row's tokens of them."""
@@ -105,7 +105,7 @@ class Generates(Distributed):
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
         """transformers' own; those of this call note where its rows end."""
-        criteria, ending = super()._get_stopping_criteria(*args, **kwargs), during.get().ending  # type: ignore[misc]
+        criteria, ending = super()._get_stopping_criteria(*args, **kwargs), generate_call.get().ending  # type: ignore[misc]
         if ending is None:
             return criteria
         ending.extend(criteria)
@@ -118,7 +118,7 @@ class Generates(Distributed):
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         name, cache = next(((n, kwargs[n]) for n in CACHE_NAMES if kwargs.get(n) is not None), ("", None))
         if isinstance(cache, RemoteCache) and inputs.get(name) is None:
-            if cache.session.prefix and not columns_of(during.get().kwargs):
+            if cache.session.prefix and not columns_of(generate_call.get().kwargs):
                 raise SessionError(
                     f"{type(self).__name__} takes all columns again from here on, and the prefix_kv before them came "
                     f"with an earlier call: give it again, with all tokens and no cache"
@@ -129,7 +129,7 @@ class Generates(Distributed):
 
     def _prepare_position_ids_for_generation(self, *args: Any) -> Tensor:
         """transformers counts tokens; those of this call stand behind its prefix."""
-        return super()._prepare_position_ids_for_generation(*args) + during.get().ahead  # type: ignore[misc]
+        return super()._prepare_position_ids_for_generation(*args) + generate_call.get().prefix_columns  # type: ignore[misc]
 
     def generate_batch(self, *_: Any, **__: Any) -> Any:
         """Refused: transformers' continuous batching keeps paged keys and values in this process."""
@@ -142,7 +142,7 @@ class Generates(Distributed):
         with quiet():
             return self._prepare_generation_config(call.get("generation_config"), **others)[0]  # type: ignore[attr-defined]
 
-    def _refuse(self, own: Mapping[str, Any], call: Mapping[str, Any], settings: Any) -> None:
+    def _refuse(self, block_kwargs: Mapping[str, Any], call: Mapping[str, Any], settings: Any) -> None:
         from transformers.generation.utils import GENERATION_MODES_MAPPING
 
         for name in call.keys() & self.flow.kwargs().keys():
@@ -165,14 +165,14 @@ class Generates(Distributed):
                 f"{str(mode.value).replace('_', ' ')}: transformers keeps it at {GENERATION_MODES_MAPPING[mode]}, "
                 f"and would run that code from the hub"
             )
-        if settings.guidance_scale not in (None, 1) and (named := _phases(own)):
+        if settings.guidance_scale not in (None, 1) and (named := _phases(block_kwargs)):
             raise KwargError(
                 f"generate(guidance_scale=…): at={named[0]!r} names a phase, and guidance runs a second sequence, "
                 f"which has a prompt of its own: give at='all' or a list of token positions, which act on both"
             )
-        if isinstance(wanted := own.get("capture"), Capture) and not wanted.empty:
+        if isinstance(wanted := block_kwargs.get("capture"), Capture) and not wanted.empty:
             raise SessionError("this Capture holds what another session or call captured; make a new one")
-        for name, value in own.items():
+        for name, value in block_kwargs.items():
             for leaf in value.values() if isinstance(value, Mapping) else [value]:
                 if isinstance(leaf, Axed) and (leaf.size("seq") or 1) != 1:
                     raise KwargError(
@@ -203,14 +203,14 @@ class Ending(StoppingCriteriaList):
         """Leave a capture only what is before its rows' ends; the session's later calls do not touch it."""
         if self.columns is not None:
             capture.rollback(self.columns[:, None])
-        self.session._detach(capture)
+        self.session.release(capture)
 
 
-def _phases(own: Mapping[str, Any]) -> list[str]:
+def _phases(block_kwargs: Mapping[str, Any]) -> list[str]:
     """What names a part of the prompt, or what is generated, among the ``at=`` of edits and captures."""
-    edits = own.get("edit")
-    given = [*(edits if isinstance(edits, Sequence) else [edits]), own.get("capture")]
-    return [at for one in given if isinstance(at := getattr(one, "at", None), str) and at != "all"]
+    edits = block_kwargs.get("edit")
+    positioned = [*(edits if isinstance(edits, Sequence) else [edits]), block_kwargs.get("capture")]
+    return [at for value in positioned if isinstance(at := getattr(value, "at", None), str) and at != "all"]
 
 
 def _inputs(call: Mapping[str, Any]) -> Any:
@@ -274,6 +274,6 @@ def _generate_names(cls: type) -> frozenset[str]:
     """What generate takes: its own arguments and whatever a GenerationConfig has."""
     from transformers import GenerationConfig
 
-    own = inspect.signature(super(Distributed, cls).generate).parameters  # type: ignore[misc]
+    parameters = inspect.signature(super(Distributed, cls).generate).parameters  # type: ignore[misc]
     popped = {"tokenizer", "assistant_tokenizer", "trust_remote_code"}  # read from **kwargs by generate
-    return frozenset(own) | popped | frozenset(vars(GenerationConfig())) - {"self", "kwargs"}
+    return frozenset(parameters) | popped | frozenset(vars(GenerationConfig())) - {"self", "kwargs"}

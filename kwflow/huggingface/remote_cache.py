@@ -100,9 +100,9 @@ class RemoteCache(Cache):
         past, before = self.get_seq_length(), self._layer.prefix
         if ids.shape[0] != self.session.batch:
             raise SessionError(f"input_ids has {ids.shape[0]} rows, copies included, and the cache {self.batch_size}")
-        if self.session._ids is None:  # of embeddings, or of the session's own steps
+        if self.session.token_ids is None:  # of embeddings, or of the session's own steps
             return
-        held = self.session._ids[:, before:]
+        held = self.session.token_ids[:, before:]
         differs = (held >= 0) & (held != ids[:, :past].cpu())
         if not bool(differs.any()):
             return

@@ -39,15 +39,15 @@ class Tuning:
     mode: str | None = None
     prompts: Tensor | None = None
     deep: Tensor | None = None
-    ahead: int = 0  # columns of the prefix_kv that stands before the prompts
+    prefix_columns: int = 0  # columns of the prefix_kv that stands before the prompts
 
     @property
     def length(self) -> int:
         return 0 if self.prompts is None else len(self.prompts)
 
-    def check(self, own: Mapping[str, Any], mask: Tensor | None) -> None:
+    def check(self, block_kwargs: Mapping[str, Any], mask: Tensor | None) -> None:
         """Raise where the caller's kwargs leave no room for the prompts."""
-        if self.deep is not None and own.get("prompts") is not None:
+        if self.deep is not None and block_kwargs.get("prompts") is not None:
             raise KwargError(
                 "prompts act where deep_ptune's own do; give them to a model without it, or tuning_mode='ptune'"
             )
@@ -70,9 +70,9 @@ _tuning: ContextVar[Tuning] = ContextVar("kwflow_tuning", default=NONE)
 
 
 @contextmanager
-def prefixing(tuning: Tuning, ahead: int = 0) -> Iterator[None]:
-    """Within, base models stand behind the trained prompts, and these behind ``ahead`` columns of a prefix_kv."""
-    token = _tuning.set(replace(tuning, ahead=ahead))
+def prefixing(tuning: Tuning, prefix_columns: int = 0) -> Iterator[None]:
+    """Within, base models stand behind the trained prompts, and these behind a prefix_kv."""
+    token = _tuning.set(replace(tuning, prefix_columns=prefix_columns))
     try:
         yield
     finally:
@@ -114,8 +114,8 @@ class Prefixed:
 
 def _behind(positions: Tensor, tuning: Tuning, first: bool) -> Tensor:
     behind = positions + tuning.length
-    own = torch.arange(tuning.ahead, tuning.ahead + tuning.length).expand(len(positions), -1)
-    return torch.cat([own, behind], 1) if first else behind
+    prompts = torch.arange(tuning.prefix_columns, tuning.prefix_columns + tuning.length).expand(len(positions), -1)
+    return torch.cat([prompts, behind], 1) if first else behind
 
 
 @functools.cache
@@ -206,9 +206,9 @@ def read_tuned(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _belongs(model: Any) -> dict[str, Any]:
     """What must be equal where tuned parameters are read again."""
-    own = next(one.__name__ for one in type(model).__mro__ if one.__module__.startswith("transformers."))
+    hf_class = next(one.__name__ for one in type(model).__mro__ if one.__module__.startswith("transformers."))
     return {
-        "class": own,  # transformers' own: a user's subclass of ours takes it over too
+        "class": hf_class,  # transformers' own: a user's subclass of ours takes it over too
         "checkpoint": Checkpoint(model.flow.ends.folder).checkpoint_id(),
         "tuning_mode": model.tuning.mode,
         "pre_seq_len": model.tuning.length or None,

@@ -195,7 +195,7 @@ class SwarmView:
         from kwflow.client.routing import plan
 
         known: Any = self.flow.peers.known()
-        out = {worker.peer for worker in known if worker.avoided} | set(self.flow._options.peers_blocked)
+        out = {worker.peer for worker in known if worker.avoided} | set(self.flow.settings.peers_blocked)
         try:
             hops = plan(known, *self.flow.span, blocked=out)
         except NoRoute as error:

@@ -267,7 +267,7 @@ def _pieces(runs: Sequence[_Run], shape: torch.Size, flow: Flow) -> dict[int, li
     for number, run in enumerate(runs):
         fold_key = signature(run.bound, run.varying) if run.varying <= FOLDS else number
         groups.setdefault((run.start, run.after, run.varying, fold_key), []).append(number)
-    tokens = IN_FLIGHT * flow._options.batch_tokens
+    tokens = IN_FLIGHT * flow.settings.batch_tokens
     size = max(1, tokens // max(1, shape[0] * shape[1]))
     by_start: dict[int, list[list[int]]] = {}
     for (start, *_), numbers in sorted(groups.items(), key=lambda item: item[0][0]):

@@ -322,7 +322,7 @@ def test_the_oracle_takes_what_transformers_takes() -> None:
 
 
 @pytest.mark.swarm
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["gemma2", "mixtral"])
 def test_two_processes_are_one_model(name: str) -> None:
     """Mixed kinds of layers, and experts, over libp2p: to the bit, and the ids of beams."""

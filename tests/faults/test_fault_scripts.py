@@ -34,14 +34,14 @@ def here(folder: Path) -> Iterator[Stage]:
 QUICK = (1, 3, 4)  # the others wait for silent workers, some seconds each
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in range(10)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[pytest.mark.rest] * (n not in QUICK)) for n in range(10)])
 def test_in_this_process(here: Stage, seed: int) -> None:
     outcome = run(here, seed)
     assert outcome.good, f"{outcome}\n{outcome.verdict}"
 
 
 @pytest.mark.swarm
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.timeout(900)
 def test_twenty_on_workers_of_their_own() -> None:
     """By the command, twice side by side: most of a script is waiting for somebody who is silent."""

@@ -186,7 +186,7 @@ def test_a_dead_worker_answers_nothing_more(client: Client, worker: Faulty, faul
 
 
 @pytest.mark.swarm
-@pytest.mark.slow
+@pytest.mark.rest
 def test_what_a_client_sees_of_a_workers_process() -> None:
     """Every fault over a real worker's pipe, stream and directory; the last one ends its process."""
     with kf.local_swarm(tiny.folder("llama"), [(0, 2), (0, 4)]) as swarm:

@@ -115,14 +115,15 @@ def answers(remote: Any, number: int) -> list[Tensor]:
 
 @pytest.mark.swarm
 @pytest.mark.slow
-def test_twenty_clients_are_each_as_alone(swarm: Any) -> None:
+@pytest.mark.parametrize("count", [5, pytest.param(20, marks=pytest.mark.rest)])
+def test_clients_at_once_are_each_as_alone(swarm: Any, count: int) -> None:
     """To the bit; after their mistakes too, and the plain call is the baseline."""
-    alone = [answers(flow("llama", TWO), number) for number in range(20)]
-    clients = [kf.connect(swarm.model, peers=swarm.peers) for _ in range(20)]
+    alone = [answers(flow("llama", TWO), number) for number in range(count)]
+    clients = [kf.connect(swarm.model, peers=swarm.peers) for _ in range(count)]
     try:
         baseline = clients[0](inputs(torch.float32))
-        with ThreadPoolExecutor(20) as pool:
-            together = list(pool.map(answers, clients, range(20)))
+        with ThreadPoolExecutor(count) as pool:
+            together = list(pool.map(answers, clients, range(count)))
         assert_bits(clients[0](inputs(torch.float32)), baseline)
     finally:
         for client in clients:
@@ -207,7 +208,7 @@ SENTENCES = ["The weather in Paris is fine today.", "Hello, my name is Ada."]
 
 
 @pytest.mark.swarm
-@pytest.mark.slow
+@pytest.mark.rest
 def test_thirty_steps_of_prompts_and_a_lora_on_smollm2(smollm2_swarm: Any, smollm2: Path) -> None:
     """Through two workers with as many threads: the losses of Hugging Face with hooks, or the gap is printed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -96,7 +96,7 @@ def test_a_gguf_file_is_the_model_that_it_holds(tmp_path: Path, cache: Path) -> 
     assert conversion.converted_folder(write(tmp_path / "other.gguf"), "Tiny-mixed") != folder
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_two_processes_convert_once_and_agree(tmp_path: Path, cache: Path) -> None:
     file = write(tmp_path / "tiny.gguf")
     folder = conversion.converted_folder(file, "tiny")

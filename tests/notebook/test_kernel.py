@@ -124,6 +124,7 @@ def test_the_next_cell_goes_on_after_an_interrupt(kernel: Kernel) -> None:
         assert kernel.run(USE) == said, f"after an interrupted {what}"
 
 
+@pytest.mark.rest
 def test_a_panel_s_button_acts_while_a_cell_runs(kernel: Kernel) -> None:
     kernel.run(START.format(folder=str(tiny.folder("llama"))))
     button = kernel.run("view = kf.notebook.swarm_view(swarm); print(view.rows[1].kill.comm.comm_id)").strip()

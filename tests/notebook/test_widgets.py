@@ -343,7 +343,7 @@ def test_a_view_of_real_processes() -> None:
 
 
 @pytest.mark.swarm
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.timeout(180)
 def test_a_worker_that_starts_while_its_swarm_is_closed_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = kf.local_swarm(tiny.folder("llama"), workers=[(0, 4)])

@@ -43,8 +43,9 @@ def echo_swarm(spans: list[tuple[int, int]], function: bytes = b"") -> LocalSwar
     return swarm
 
 
-def sockets(pid: int) -> list[str]:
-    return glob.glob(f"/tmp/kwflow-{pid}-*")
+def sockets(pid: int) -> set[str]:
+    """Of a process; of ours, those of a swarm that other tests share too."""
+    return set(glob.glob(f"/tmp/kwflow-{pid}-*"))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def client(swarm: LocalSwarm) -> Iterator[Node]:
     node = run(Node.start(own_session=True, client=True, initial_peers=swarm.peers, silence=2.5), 20)
     yield node
     run(node.stop(), 10)
-    assert not living(pid=node.daemon.pid) and not sockets(os.getpid())
+    assert not living(pid=node.daemon.pid) and node.daemon.control not in sockets(os.getpid())
 
 
 async def counts(node: Node, peer: str) -> dict[str, int]:
@@ -332,6 +333,8 @@ def test_a_dead_worker_is_found_out_beside_a_stopped_one(swarm: LocalSwarm, clie
 
 
 def test_peers_that_are_not_there(client: Node) -> None:
+    before = sockets(os.getpid())
+
     async def work() -> None:
         with pytest.raises(WorkerFailed, match="worker tHudyZDJ cannot be dialled: connection refused$") as caught:
             await client.open(NOBODY)
@@ -344,7 +347,7 @@ def test_peers_that_are_not_there(client: Node) -> None:
             await Node.start(own_session=True, client=True, initial_peers=[NOBODY])
 
     run(work(), 30)
-    until(lambda: len(sockets(os.getpid())) == 1)  # of the client; the failed start left none
+    until(lambda: sockets(os.getpid()) == before)  # the failed start left none
 
 
 @pytest.mark.parametrize("listens", [True, False])
@@ -535,6 +538,8 @@ def test_owner_of_a_client_node(swarm: LocalSwarm) -> None:
 
 
 def test_a_dropped_p2pd_is_an_error_that_says_so(swarm: LocalSwarm) -> None:
+    before = sockets(os.getpid())
+
     async def work() -> None:
         node = await Node.start(own_session=True, client=True, initial_peers=swarm.peers)
         os.kill(node.daemon.pid, signal.SIGKILL)
@@ -546,7 +551,7 @@ def test_a_dropped_p2pd_is_an_error_that_says_so(swarm: LocalSwarm) -> None:
         await node.stop()
 
     run(work(), 20)
-    assert len(sockets(os.getpid())) <= 1
+    assert sockets(os.getpid()) == before
 
 
 def test_beats_are_published() -> None:

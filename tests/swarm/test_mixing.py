@@ -148,7 +148,7 @@ def swarm(other: Path) -> Iterator[Any]:
 
 
 @pytest.mark.swarm
-@pytest.mark.slow
+@pytest.mark.rest
 def test_one_name_in_a_real_swarm(swarm: Any, other: Path) -> None:
     peers = swarm.peers
     for folder in (tiny.folder("llama"), other):

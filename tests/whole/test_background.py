@@ -252,8 +252,8 @@ ENDS = """
     [
         ("error", 1, "SessionError"),
         ("interrupt", -signal.SIGINT, "KeyboardInterrupt"),
-        pytest.param("killed", 1, "NoRoute", marks=pytest.mark.swarm),
-        pytest.param("stopped", 0, "", marks=pytest.mark.swarm),
+        pytest.param("killed", 1, "NoRoute", marks=[pytest.mark.swarm, pytest.mark.rest]),
+        pytest.param("stopped", 0, "", marks=[pytest.mark.swarm, pytest.mark.rest]),
     ],
 )
 def test_a_script_ends_with_its_own_status(how: str, status: int, last: str) -> None:
@@ -372,7 +372,7 @@ FORKS = """
 
 @fork
 @pytest.mark.swarm
-@pytest.mark.slow
+@pytest.mark.rest
 def test_a_flow_of_a_swarm_survives_a_fork_and_so_do_its_parents_links() -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(FORKS)]
     run = subprocess.run(

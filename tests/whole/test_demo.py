@@ -10,7 +10,7 @@ import sys
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.swarm
 @pytest.mark.timeout(400)
 def test_the_demo_proves_what_it_says() -> None:

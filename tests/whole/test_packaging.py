@@ -269,7 +269,7 @@ def test_doctor_checks_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_pat
 # ---------------------------------------------------------------- the notebook runner
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("cells", "status", "said"), [(["x = 1", "assert x == 1"], 0, "1 passed"), (["1 / 0"], 1, "ZeroDiv")]
 )
@@ -284,7 +284,7 @@ def test_check_notebooks_fails_on_an_error(tmp_path: Path, cells: list[str], sta
     assert said in run.stdout + run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.rest
 def test_check_notebooks_fails_when_there_are_none(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "tests" / "whole" / "execute_notebooks.py"), str(tmp_path)]
     assert subprocess.run(script, capture_output=True, timeout=120, check=False).returncode == 1

@@ -71,6 +71,7 @@ def test_the_middle_one_dies_and_a_larger_one_closes_the_gap(tmp_path: Path) -> 
         flow.close()
 
 
+@pytest.mark.rest
 def test_beside_a_stopped_worker_a_dead_one_is_found_out_in_a_moment() -> None:
     """Of two that could take its place the one that is dialled first was killed, and is still in the directory."""
     with kf.local_swarm(tiny.folder("llama"), [(0, 1), (1, 3), (1, 3), (1, 3), (3, 4)]) as swarm:

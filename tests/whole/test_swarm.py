@@ -158,7 +158,7 @@ def test_a_functions_own_kwarg_and_large_ones(pair: tuple[Any, Any]) -> None:
         flow(**x, gian=gain)
 
 
-@pytest.mark.parametrize("megabytes", [3.9, 4.1, 64])
+@pytest.mark.parametrize("megabytes", [3.9, 4.1, pytest.param(64, marks=pytest.mark.rest)])
 def test_kwargs_around_message_limits_both_ways(pair: tuple[Any, Any], megabytes: float) -> None:
     _, flow = pair
     rows = int(megabytes * 1e6 / 4 / 32 / 4)
@@ -221,6 +221,7 @@ def test_a_killed_worker_is_a_typed_error_at_once(pair: tuple[Any, Any]) -> None
     assert torch.equal(flow(**x), expected)
 
 
+@pytest.mark.rest
 def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
     code = f"""
         import sys, kwflow as kf
@@ -246,6 +247,7 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path: Path) -> None:
     until(lambda: not any(map(lives, family)), 10)
 
 
+@pytest.mark.rest
 def test_five_hundred_calls_and_a_hundred_abandoned_sessions_leave_nothing(tmp_path: Path) -> None:
     """Memory, descriptors and threads of a client of its own, of two workers and of their p2pd.
 

@@ -268,7 +268,7 @@ def test_workers_of_a_local_swarm_run_in_their_own_dtype() -> None:
 
 
 @pytest.mark.swarm
-@pytest.mark.slow
+@pytest.mark.rest
 def test_a_swarm_says_what_it_serves_instead_and_when_it_cannot_be_joined() -> None:
     where = tiny.folder("llama")
     with local_swarm(where, workers=1, name="chosen") as swarm:
