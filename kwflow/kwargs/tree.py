@@ -1,23 +1,14 @@
-"""Trees of kwargs: split one into its tensors and a skeleton, join it again, write the skeleton as JSON.
+"""Trees of kwargs: split one into its tensors and a skeleton, join it again.
 
 A tree is a nested dict (str or int keys), list or tuple. Its leaves are tensors and ``Axed`` tensors; None, bool, int,
 float and str stay in the skeleton, where each tensor leaves a ``Slot``. Nothing else is a tree: not a subclass such as
-``defaultdict`` or ``np.float64``, since it would arrive as something else than was sent. The JSON of a skeleton:
+``defaultdict`` or ``np.float64``, since it would arrive as something else than was sent.
 
-    null  true  3  0.5  "text"  [...]  {"key": ...}         themselves
-    {"$": 0}  {"$": 1, "axes": "layer hidden"}              a tensor, an Axed; numbered from 0 in order of appearance
-    {"$tuple": [...]}                                       a tuple
-    {"$float": "nan"}                                       nan, inf, -inf
-    {"$items": [[key, ...], ...]}                           a dict with an int key, or a key that starts with "$"
-
-A name that starts with "$" is a tag: it stands first in its object, and alone but for the axes.
-
-May import torch, kwflow.kwargs.axes and kwflow.errors. It knows no bytes and no network.
+It knows no bytes and no network: ``wire/skeleton.py`` writes a skeleton as JSON.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,8 +16,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from kwflow.errors import AxesError, KwargError, ProtocolError
-from kwflow.kwargs.axes import Axed, parse
+from kwflow.errors import KwargError
+from kwflow.kwargs.axes import Axed
 
 # The types say Any because a recursive alias would make every reader narrow each node; the walk below checks them all.
 Tree: TypeAlias = Any
@@ -37,7 +28,6 @@ DEPTH = 64  # levels of nesting; a list that contains itself ends here too
 INT_BITS = 8192  # below Python's limit on the digits of an int in text (4300 digits, 14,284 bits)
 
 _TREE = "a tree holds dicts (str or int keys), lists and tuples of tensors, None, bool, int, float and str"
-_NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,106 +119,13 @@ def paths(tree: Tree) -> list[str]:
     return names
 
 
-def to_json(skeleton: Skeleton) -> Any:
-    """Write a skeleton as a JSON value, in the form given at the top of this module.
-
-    >>> to_json({"steer": {12: Slot(0, ("hidden",))}, "scale": float("inf")})
-    {'steer': {'$items': [[12, {'$': 0, 'axes': 'hidden'}]]}, 'scale': {'$float': 'inf'}}
-    """
-    kind = type(skeleton)
-    if kind is dict:
-        if all(type(key) is str and not key.startswith("$") for key in skeleton):
-            return {key: to_json(value) for key, value in skeleton.items()}
-        return {"$items": [[key, to_json(value)] for key, value in skeleton.items()]}
-    if kind is list:
-        return [to_json(value) for value in skeleton]
-    if kind is tuple:
-        return {"$tuple": [to_json(value) for value in skeleton]}
-    if kind is Slot:
-        axes = {} if skeleton.axes is None else {"axes": " ".join(skeleton.axes)}
-        return {"$": skeleton.index, **axes}
-    if kind is float and not math.isfinite(skeleton):
-        return {"$float": repr(skeleton)}
-    return skeleton
-
-
-def from_json(json: Any, *, depth: int = DEPTH) -> Skeleton:
-    """Read a skeleton that ``to_json`` wrote: ``from_json(to_json(s)) == s``, types and order of keys included.
-
-    ``json`` may come from anyone. Raises ``ProtocolError`` for what ``to_json`` cannot have written.
-    """
-    seen = 0
-
-    def read(value: Any, level: int) -> Skeleton:
-        nonlocal seen
-        if not isinstance(value, dict | list):
-            return _read_scalar(value)
-        if level >= depth:
-            raise ProtocolError(f"a tree is nested deeper than {depth} levels")
-        if isinstance(value, list):
-            return [read(part, level + 1) for part in value]
-        tag, body = next(iter(value.items()), ("", None))
-        if not tag.startswith("$"):
-            if any(key.startswith("$") for key in value):
-                raise ProtocolError("a tree holds a dict with a tag beside its keys")
-            return _read_items([(key, read(part, level + 1)) for key, part in value.items()])
-        if tag == "$" and type(body) is int and body == seen and (len(value) == 1 or [*value] == ["$", "axes"]):
-            seen += 1
-            return Slot(body, _read_axes(value["axes"]) if len(value) == 2 else None)
-        if tag == "$tuple" and type(body) is list and len(value) == 1:
-            return tuple([read(part, level + 1) for part in body])
-        if tag == "$items" and type(body) is list and len(value) == 1:
-            return _read_items([(key, read(part, level + 1)) for key, part in map(_read_pair, body)])
-        if tag == "$float" and type(body) is str and body in _NONFINITE and len(value) == 1:
-            return _NONFINITE[body]
-        raise ProtocolError(f"a tree holds a {tag[:20]!r} that is unknown, malformed or out of order")
-
-    return read(json, 0)
-
-
-def _read_scalar(value: Any) -> Any:
-    if value is not None and type(value) not in (bool, int, float, str):
-        raise ProtocolError(f"a tree holds a {type(value).__name__}, which no JSON has")
-    if fault := _fault(value):
-        raise ProtocolError(f"a tree holds {fault}")
-    if type(value) is float and not math.isfinite(value):
-        raise ProtocolError("a tree holds a number too large for a float")
-    return value
-
-
-def _read_axes(text: Any) -> tuple[str, ...]:
-    try:
-        names = parse(text) if type(text) is str else ()
-    except AxesError as error:
-        raise ProtocolError(f"a tree holds a tensor with bad axes: {error}") from error
-    if " ".join(names) != text:
-        raise ProtocolError("the axes of a tensor are not names with one space between them")
-    return names
-
-
-def _read_pair(pair: Any) -> tuple[str | int, Any]:
-    if type(pair) is not list or len(pair) != 2 or type(pair[0]) not in (str, int):
-        raise ProtocolError("a tree holds an item that is not [str or int, value]")
-    return pair[0], pair[1]
-
-
-def _read_items(items: list[tuple[str | int, Any]]) -> dict[str | int, Any]:
-    read = dict(items)
-    if len(read) != len(items):
-        raise ProtocolError("a tree holds a dict with a key given twice")
-    for key in read:
-        if fault := _fault(key):
-            raise ProtocolError(f"a tree holds a dict with, as key, {fault}")
-    return read
-
-
 def _walk(node: Any, path: Path, leaf: type | tuple[type, ...], visit: Callable[[Any, Path], Any]) -> Any:
     """Copy a tree with ``visit(leaf, path)`` in place of each leaf; the only place that says what a tree is."""
     kind = type(node)
     if isinstance(node, leaf):
         return visit(node, path)
     if node is None or kind in (bool, int, float, str):
-        if fault := _fault(node):
+        if fault := scalar_fault(node):
             raise KwargError(f"{_name(path)} is {fault}")
         return node
     if len(path) >= DEPTH:
@@ -237,7 +134,7 @@ def _walk(node: Any, path: Path, leaf: type | tuple[type, ...], visit: Callable[
         for key in node:
             if type(key) not in (str, int):
                 raise KwargError(f"{_name(path)} has a key of type {type(key).__qualname__}, {key!r}: {_TREE}")
-            if fault := _fault(key):
+            if fault := scalar_fault(key):
                 raise KwargError(f"{_name(path)} has, as key, {fault}")
         return {key: _walk(value, (*path, key), leaf, visit) for key, value in node.items()}
     if kind is list:
@@ -248,7 +145,7 @@ def _walk(node: Any, path: Path, leaf: type | tuple[type, ...], visit: Callable[
     raise KwargError(f"{_name(path)} is of type {module}{kind.__qualname__}: {_TREE}")
 
 
-def _fault(scalar: Any) -> str:
+def scalar_fault(scalar: Any) -> str:
     """Say why a scalar cannot be written as JSON text and read back as it was; "" if it can."""
     if type(scalar) is str and not scalar.isascii():
         try:

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from kwflow.errors import BudgetError, CallerError, KwargError, ProtocolError
 from kwflow.kwargs.axes import not_dense
-from kwflow.kwargs.tree import DEPTH, Skeleton, Tree, flatten, from_json, paths, to_json, unflatten
+from kwflow.kwargs.tree import DEPTH, Skeleton, Tree, flatten, paths, unflatten
+from kwflow.wire.skeleton import from_json, to_json
 
 PROTOCOL = 1
 

@@ -25,7 +25,7 @@ from kwflow.swarm.directory import ModelRecord, WorkerRecord, records_of
 from kwflow.wire.frames import FRAME_BYTES, Frames, Kind, frame, frames
 from kwflow.wire.hello import Fingerprint, Hello, WorkerLimits
 from kwflow.wire.message import LIMITS, Limits, Message, dumps, loads
-from tests.kwargs.test_tree import SCALARS, assert_same, trees
+from tests.oracle.trees import SCALARS, assert_same, trees
 
 GOLDEN = Path(__file__).parent / "golden"
 DTYPES = [
