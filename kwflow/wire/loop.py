@@ -11,6 +11,7 @@ import logging
 import selectors
 import threading
 from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any, TypeVar
 
 from kwflow import background
@@ -90,7 +91,7 @@ def network_loop() -> asyncio.AbstractEventLoop:
 
 def begin(work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
     """Start ``background.Background`` on the network thread, from any thread."""
-    network_loop().call_soon_threadsafe(background.Background, work, what)
+    network_loop().call_soon_threadsafe(background.Background, work, what, context=Context())
 
 
 def on_network_thread() -> bool:
@@ -103,13 +104,17 @@ def on_network_thread() -> bool:
 
 
 def submit(work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-    """Start a coroutine on the network thread; its result is awaited there or elsewhere."""
+    """Start a coroutine on the network thread; its result is awaited there or elsewhere.
+
+    Without the caller's context: asyncio keeps it in every timer, cancelled ones too, until the timer's time has come,
+    and a session that stands there would keep its keys and values on the workers so long.
+    """
     try:
         loop = network_loop()
     except CallerError:
         work.close()
         raise
-    return asyncio.run_coroutine_threadsafe(work, loop)
+    return Context().run(asyncio.run_coroutine_threadsafe, work, loop)
 
 
 def run(work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
