@@ -7,6 +7,7 @@ transformers here: ``kwflow.models`` builds the SpanSpecs.
 
 from __future__ import annotations
 
+import functools
 import threading
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -28,8 +29,8 @@ from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bind import PerLayer, bind_kwargs, bind_value
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.builtin import INSIDE, at_points
-from kwflow.kwargs.kwarg import LayerCall, Place
-from kwflow.kwargs.points import ENTERING, LEAVING, PATTERN
+from kwflow.kwargs.kwarg import Act, LayerCall, Place
+from kwflow.kwargs.points import ENTERING, LEAVING, PATTERN, point_at
 from kwflow.kwargs.positions import token_positions
 from kwflow.kwargs.schema import Schema
 
@@ -121,9 +122,9 @@ class Block:
         batch_seq, heads = (hidden.shape[0], hidden.shape[1]), self.schema.sizes["head"]
         here = LayerCall(self.layer, batch_seq, heads, call.token_position, call.captured)
         acts = at_points(kwargs, here) if kwargs else {}
-        adapted = self._adapted(kwargs, batch_seq)
-        for point in ENTERING:
-            hidden = acts.pop(point)(hidden) if point in acts else hidden
+        adapted = self._adapted(kwargs, batch_seq, acts)
+        for entering in ENTERING:
+            hidden = acts.pop(entering)(hidden) if entering in acts else hidden
         last = acts.pop(LEAVING, None)
         args = dict(call.layer_args[self.kind])
         if call.cache is not None:
@@ -140,12 +141,28 @@ class Block:
         out = out[0] if isinstance(out, tuple) else out
         return out if last is None else last(out)
 
-    def _adapted(self, kwargs: Mapping[str, Any], batch_seq: tuple[int, int]) -> dict[str, Adapted]:
-        """What to do at each projection that has an adapter."""
+    def _adapted(
+        self, kwargs: Mapping[str, Any], batch_seq: tuple[int, int], acts: dict[str, Act]
+    ) -> dict[str, Adapted]:
+        """What to do at each projection; takes what acts at its input and output out of ``acts``."""
+        at_ends: dict[str, dict[str, Act]] = {}
+        for name in list(acts):
+            if (at := point_at(name)).projection:
+                at_ends.setdefault(at.projection, {})[at.reached] = acts.pop(name)
+        adapters = lora.by_projection(kwargs)
         return {
-            name: lambda module, x, adapter=adapter: lora.adapt(module, x, adapter, batch_seq)  # type: ignore[misc]
-            for name, adapter in lora.by_projection(kwargs).items()
+            name: functools.partial(_project, adapter=adapters.get(name), ends=at_ends.get(name, {}), rows=batch_seq)
+            for name in adapters.keys() | at_ends.keys()
         }
+
+
+def _project(
+    module: Callable[[Tensor], Tensor], x: Tensor, *, adapter: Any, ends: Mapping[str, Act], rows: tuple[int, int]
+) -> Tensor:
+    """A projection with what acts at its input, its adapter, and what acts at its output."""
+    x = ends["input"](x) if "input" in ends else x
+    out = module(x) if adapter is None else lora.adapt(module, x, adapter, rows)
+    return ends["output"](out) if "output" in ends else out
 
 
 @dataclass(frozen=True)

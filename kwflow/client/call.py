@@ -77,7 +77,7 @@ class Plan:
         for hop in self.route:
             parts = [self.bound.part(rows, hop.span)[0] for rows in self.cuts]
             sent.append(hidden.nbytes + sum(t.nbytes for bound in parts for t in bound.tensors))
-            numbers = sum(map(math.prod, self.bound.captured_shapes(hop.span, hop.schema.sizes, keys)))
+            numbers = sum(map(math.prod, self.bound.captured_shapes(hop.span, hop.schema, keys)))
             received.append(hidden.nbytes + len(hidden) * numbers * hidden.element_size())
         return Estimate(tuple(hop.span for hop in self.route), len(self.cuts), tuple(sent), tuple(received))
 

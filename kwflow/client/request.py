@@ -256,7 +256,7 @@ def check_outputs(outputs: Any, hidden: Tensor, hop: Hop, bound: Bound, before: 
         got = describe(out) if isinstance(out, Tensor) else type(out).__name__
         raise WorkerFailed(f"answered {got} for a hidden {describe(hidden)}", peer=hop.peer, span=hop.span)
     keys = before + prefix_kv.length(bound) + hidden.shape[1] if bound.captures() else 0
-    shapes = bound.captured_shapes(hop.span, hop.schema.sizes, keys)
+    shapes = bound.captured_shapes(hop.span, hop.schema, keys)
     captured = [(tuple(t.shape), t.dtype) if isinstance(t, Tensor) else None for t in tensors[1:]]
     if captured != [((len(out), *shape), out.dtype) for shape in shapes]:
         counts = f"{len(captured)} captures for {len(shapes)}"

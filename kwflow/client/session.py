@@ -169,7 +169,7 @@ class Session:
             self._reorders_sent = {self._reorder_count}  # which every worker has
             if isinstance(capture, Capture):
                 self._captures.add(capture)
-                nothing = capture.nothing(hidden, self._hops[0].schema.sizes, self.prefix + self.position)
+                nothing = capture.nothing(hidden, schemas_of(self._hops), self.prefix + self.position)
                 capture.take(pick(capture.at, binding.columns), captured or nothing, self.batch)
             return out.to(hidden.device)
 

@@ -20,6 +20,7 @@ from kwflow.errors import KwargError
 from kwflow.kwargs import tree
 from kwflow.kwargs.axes import Axed, describe, part, pick_layer, repeat_rows
 from kwflow.kwargs.points import ENTRIES, captured_features
+from kwflow.kwargs.schema import Schema
 from kwflow.kwargs.schema import Span as Span
 
 Rows = tuple[int, int]  # [start, stop) of a batch
@@ -165,10 +166,13 @@ class Bound:
         """How many outputs these layers have beside hidden."""
         return len(self._captures(span))
 
-    def captured_shapes(self, span: Span, sizes: Mapping[str, int], keys: int) -> list[tuple[int, ...]]:
+    def captured_shapes(self, span: Span, schema: Schema, keys: int) -> list[tuple[int, ...]]:
         """Of what each of these layers' captures brings back, without its rows; ``keys``: all columns so far."""
         return [
-            (1 if entry["mean"] else entry["count"], *captured_features(entry["point"], sizes, keys))
+            (
+                1 if entry["mean"] else entry["count"],
+                *captured_features(entry["point"], schema, keys),
+            )
             for entry in self._captures(span)
         ]
 

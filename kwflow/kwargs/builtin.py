@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kwflow.errors import KwargError
 from kwflow.kwargs import capture, columns, edit, head_mask, lora, prefix_kv, prompts, steer
 from kwflow.kwargs.kwarg import Act, Features, Kwarg, LayerCall
 from kwflow.kwargs.points import EDITED, PATTERN
@@ -76,13 +77,17 @@ def at_points(kwargs: Mapping[str, Any], call: LayerCall) -> dict[str, Act]:
         if row.at_points is not None and kwargs.get(row.name) is not None:
             for point, act in row.at_points(kwargs[row.name], call).items():
                 by_point.setdefault(point, []).append(act)
-    return {point: _composed(acts, None if point == PATTERN else call.batch_seq) for point, acts in by_point.items()}
+    return {point: _composed(acts, point, call) for point, acts in by_point.items()}
 
 
-def _composed(acts: Sequence[Act], batch_seq: tuple[int, int] | None) -> Act:
+def _composed(acts: Sequence[Act], point: str, call: LayerCall) -> Act:
     def composed(activation: Tensor) -> Tensor:
-        # opt flattens rows before its feed-forward
-        out = activation if batch_seq is None else activation.reshape(*batch_seq, activation.shape[-1])
+        out = activation
+        if point != PATTERN:
+            (batch, seq), features = call.batch_seq, activation.shape[-1]
+            if activation.numel() != batch * seq * features:  # an expert's, whose tokens are picked out
+                raise KwargError(f"{point!r} of layer {call.layer} sees other tokens than the call's {batch} x {seq}")
+            out = activation.reshape(batch, seq, features)  # opt flattens rows before its feed-forward
         for act in acts:
             out = act(out)
         return out.reshape(activation.shape)

@@ -23,9 +23,19 @@ from torch import Tensor
 from kwflow.errors import KwargError, SessionError, SpanError
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.kwarg import Act, Features, LayerCall, Place
-from kwflow.kwargs.points import EMBED, PATTERN, POINTS, captured_features, no_point, numbers
+from kwflow.kwargs.points import (
+    EMBED,
+    PATTERN,
+    POINTS,
+    captured_features,
+    find_point,
+    no_point,
+    numbers,
+    point_at,
+    within,
+)
 from kwflow.kwargs.positions import Columns, is_mask, select
-from kwflow.kwargs.schema import Spec
+from kwflow.kwargs.schema import Schema, Span, Spec
 from kwflow.kwargs.signatures import check_sizes
 from kwflow.kwargs.tree import as_int
 from kwflow.show import html
@@ -57,7 +67,7 @@ class Capture:
         if not by_point:
             raise KwargError("kf.Capture: say what: kf.Capture(resid=[3, 8], attn=[3])")
         for point in by_point:
-            if point not in POINTS:
+            if find_point(point) is None:
                 raise no_point("kf.Capture", point, POINTS)
         layers = {point: numbers(value, "layers", "kf.Capture") for point, value in by_point.items()}
         if layers.get(EMBED, (0,)) != (0,):
@@ -89,7 +99,7 @@ class Capture:
         """What is held of a point: its layers have one shape."""
         steps = [values[point, layer] for _, _, values in self._taken for layer in layers]
         features = max(tuple(step.shape[2:]) for step in steps)  # a pattern's keys grow from step to step
-        names = " ".join(("batch", "pos", *POINTS[point].features))
+        names = " ".join(("batch", "pos", *point_at(point).features))
         each = f"{'×'.join(map(str, (*size, *features)))} ({names})"
         dtype = str(steps[0].dtype).removeprefix("torch.")
         return [point, _short(layers).strip("[]"), each, dtype, f"{sum(step.nbytes for step in steps):,}"]
@@ -156,9 +166,11 @@ class Capture:
             raise SessionError("kf.Capture(mean=True) is for calls: a session's steps have no common mean")
         self._session = session
 
-    def nothing(self, hidden: Tensor, sizes: Mapping[str, int], keys: int) -> list[Tensor]:
+    def nothing(self, hidden: Tensor, schemas: Sequence[tuple[Span, Schema]], keys: int) -> list[Tensor]:
         """The values of a step that has no such position, (batch, 0, …); ``keys``: all columns so far."""
-        shapes = [(len(hidden), 0, *captured_features(point, sizes, keys)) for point, _ in self._keys]
+        of = {layer: schema for (start, stop), schema in schemas for layer in range(start, stop)}
+        features = [captured_features(p, of[layer], keys) for p, layer in self._keys]
+        shapes = [(len(hidden), 0, *sizes) for sizes in features]
         return [torch.empty(shape, dtype=hidden.dtype) for shape in shapes]
 
     def take(self, picked: Picked, values: Sequence[Tensor], batch: int) -> None:
@@ -258,14 +270,13 @@ def bind(value: Any, place: Place) -> list[dict[str, Any]]:
     """The entries that :func:`lower` made, or a peer sent."""
     if not isinstance(value, list):
         raise KwargError(f"{place.what} is a {type(value).__name__}; it takes {place.spec.says()}")
-    return [check(entry, place.spec.points, place.sizes, place.what) for entry in value]
+    return [check(entry, place) for entry in value]
 
 
-def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str) -> dict[str, Any]:
+def check(entry: Any, place: Place) -> dict[str, Any]:
     """One entry, as a client or a peer gives it."""
-    if not isinstance(entry, dict) or entry.get("point") not in points:
-        shown = entry.get("point") if isinstance(entry, dict) else entry
-        raise KwargError(f"{what}: no point {shown!r:.40} in these blocks; they have {', '.join(points)}")
+    what, sizes, given = place.what, place.sizes, entry.get("point") if isinstance(entry, dict) else entry
+    name = within(given, place.spec.points, place.projections, what)
     if unknown := [key for key in entry if key not in ("point", "count", "mean", "at")]:
         raise KwargError(f"{what} carries {unknown[0]!r:.40}, which no capture has")
     count, at = entry.get("count"), entry.get("at")
@@ -277,7 +288,7 @@ def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str
         check_sizes(at, sizes, {}, what=f"{what}, at")
         if at.tensor.numel() and int(at.tensor.max()) >= count:
             raise KwargError(f"{what}: at has place {int(at.tensor.max())} of {count}")
-    return entry
+    return {**entry, "point": name}
 
 
 # ---- how they act ------------------------------------------------------------------------------------------------
@@ -301,7 +312,7 @@ def _keep(activation: Tensor, *, call: LayerCall, entries: Mapping[tuple[int, in
 
 def take(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
     """What a capture brings back of an activation (batch, seq, features): (batch, pos, features)."""
-    x = activation.unflatten(-1, (heads, -1)) if POINTS[entry["point"]].by_head else activation
+    x = activation.unflatten(-1, (heads, -1)) if point_at(entry["point"]).by_head else activation
     at = entry.get("at")
     place = None if at is None else at.tensor.to(x.device)
     if entry["mean"]:

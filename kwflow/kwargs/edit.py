@@ -22,7 +22,7 @@ from torch import Tensor
 from kwflow.errors import KwargError, ShapeError, SpanError
 from kwflow.kwargs.axes import Axed, spread
 from kwflow.kwargs.kwarg import Act, Features, LayerCall, Place
-from kwflow.kwargs.points import EDITED, EMBED, HEAD, POINTS, no_point, numbers
+from kwflow.kwargs.points import EDITED, EMBED, HEAD, features_of, find_point, no_point, numbers, point_at, within
 from kwflow.kwargs.positions import Columns, select
 from kwflow.kwargs.schema import Spec
 from kwflow.kwargs.signatures import bind_floats, check_sizes, expansions
@@ -75,7 +75,7 @@ def project_out(
 
 def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any, heads: Any) -> Edit:
     what = f"kf.{kind}"
-    if point not in EDITED:
+    if point not in EDITED and not getattr(find_point(point), "projection", ""):
         raise no_point(what, point, EDITED)
     if point == EMBED and layers is None and not isinstance(value, Mapping):
         layers = 0
@@ -110,7 +110,7 @@ class Operation:
 
     def signature(self, point: str) -> str:
         """The axes that a value may have at a point."""
-        features = POINTS[point].features
+        features = point_at(point).features
         if self.by_factor:
             features = tuple(f"[{axis}]" for axis in features[:-1])
         return " ".join(("[batch]", "[pos]", *features))
@@ -224,14 +224,15 @@ def bind(value: Any, place: Place) -> list[dict[str, Any]]:
     """The entries that :func:`lower` made, or a peer sent."""
     if not isinstance(value, list):
         raise KwargError(f"{place.what} is a {type(value).__name__}; it takes {place.spec.says()}")
-    return [check(entry, place.spec.points, place.sizes, place.what) for entry in value]
+    return [check(entry, place) for entry in value]
 
 
-def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str) -> dict[str, Any]:
+def check(entry: Any, place: Place) -> dict[str, Any]:
     """One entry with axes on its tensors. Raises KwargError, AxesError or ShapeError; also on a worker, of a peer's."""
-    if not isinstance(entry, dict) or entry.get("kind") not in KINDS or entry.get("point") not in points:
-        shown = entry.get("point") if isinstance(entry, dict) else entry
-        raise KwargError(f"{what}: no point {shown!r:.40} in these blocks; they have {', '.join(points)}")
+    what, sizes = place.what, place.sizes
+    if not isinstance(entry, dict) or entry.get("kind") not in KINDS:
+        raise KwargError(f"{what} is {entry!r:.60}; it takes {place.spec.says()}")
+    name = within(entry.get("point"), place.spec.points, place.projections, what)
     if unknown := [key for key in entry if key not in ("kind", "point", "value", "strength", "at", "heads")]:
         raise KwargError(f"{what} carries {unknown[0]!r:.40}, which no edit has")
     heads, operation = entry.get("heads"), OPERATIONS[entry["kind"]]
@@ -244,6 +245,8 @@ def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str
         raise KwargError(f"{what}: heads={heads!r:.60}; these layers have heads 0:{sizes['head']}")
     known = {**sizes, "head": len(heads) if heads else sizes["head"]}
     known.pop("head_dim", None)  # of what comes before the output projection: other families' keys have another
+    if (features := features_of(point_at(name), place.projections)) is not None:
+        known["feature"] = features
     free: dict[str, int] = {}
     if (at := entry.get("at")) is not None:
         if not isinstance(at, Axed) or at.axes != ("batch", "seq") or at.tensor.dtype != torch.long:
@@ -251,14 +254,14 @@ def check(entry: Any, points: Sequence[str], sizes: Mapping[str, int], what: str
         check_sizes(at, known, {}, what=f"{what}, at")
     value, strength = entry.get("value"), entry.get("strength")
     if not (operation.by_factor and isinstance(value, float)):
-        value = bind_floats(value, [operation.signature(entry["point"])], known, free, what=f"{what}, value")
+        value = bind_floats(value, [operation.signature(name)], known, free, what=f"{what}, value")
     if not isinstance(strength, float):
         strength = bind_floats(strength, ["[batch]"], known, free, what=f"{what}, scale")
     if isinstance(value, Axed) and (positions := value.size("pos")) is not None:
         selected = _selected(at.tensor) if isinstance(at, Axed) else 0
         if selected > positions or at is None:
             raise ShapeError(f"{what}: value has pos = {positions}, and {selected} positions are selected")
-    return {**entry, "value": value, "strength": strength}
+    return {**entry, "point": name, "value": value, "strength": strength}
 
 
 # ---- how they act ------------------------------------------------------------------------------------------------
@@ -282,7 +285,7 @@ def _apply_all(activation: Tensor, *, entries: Sequence[Mapping[str, Any]], head
 
 def apply(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
     """Edit an activation (batch, seq, features); at the point ``head`` its features are ``heads`` side by side."""
-    operation, point, value = OPERATIONS[entry["kind"]], POINTS[entry["point"]], entry["value"]
+    operation, point, value = OPERATIONS[entry["kind"]], point_at(entry["point"]), entry["value"]
     at, chosen = entry.get("at"), entry.get("heads")
     x = activation.unflatten(-1, (heads, -1)) if point.by_head else activation
     index = None if at is None else at.tensor.to(x.device)

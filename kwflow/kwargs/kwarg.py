@@ -13,10 +13,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kwflow.kwargs.bound import Bound, Layers, Span
+from kwflow.kwargs.points import Projections
 from kwflow.kwargs.positions import Columns
 from kwflow.kwargs.schema import Spec
 
-Projections = Mapping[str, tuple[int, int]]  # by dotted name in the layer: features in and out
 Act = Callable[[Tensor], Tensor]  # of an activation (batch, seq, features), to the same
 
 

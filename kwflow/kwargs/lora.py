@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from kwflow.autograd.transforms import is_mapped
-from kwflow.errors import AxesError, KwargError, UnknownKwarg, did_you_mean
-from kwflow.kwargs import tree
+from kwflow.errors import AxesError, KwargError, did_you_mean
+from kwflow.kwargs import points, tree
 from kwflow.kwargs.axes import Axed, describe, spread
 from kwflow.kwargs.kwarg import Features, Place, Projections
 from kwflow.kwargs.schema import Spec
@@ -77,7 +77,7 @@ def _bind(value: Any, place: Place, bind_adapter: Callable[..., Any]) -> dict[st
     for name, adapter in value.items():
         if adapter is None:
             continue
-        full_name = resolve(name, projections, what)
+        full_name = points.resolve(name, projections, what)
         if full_name in bound:
             raise KwargError(f"{what} names the projection {full_name!r} twice")
         features = dict(zip(("in", "out"), projections[full_name], strict=True))
@@ -122,20 +122,6 @@ def _stack(leaves: Sequence[Tensor | Axed]) -> Tensor | Axed | None:
     if names is None:
         return whole
     return None if "layer" in names else Axed(whole, ("layer", *names))
-
-
-def resolve(name: Any, projections: Projections, what: str) -> str:
-    """A projection's full name, from that name or from its end: ``"q_proj"`` is ``"self_attn.q_proj"``."""
-    if name in projections:
-        return name
-    matches = [full for full in projections if isinstance(name, str) and full.endswith(f".{name}")]
-    if len(matches) > 1:
-        raise KwargError(f"{what}: {name!r} may mean {' or '.join(map(repr, matches))}; give the full name")
-    if not matches:
-        near = did_you_mean(str(name), [*projections, *(full.rpartition(".")[2] for full in projections)])
-        allowed = f"these layers have {_names(projections)}"
-        raise UnknownKwarg(f"{what}: no projection {name!r:.60}; {allowed}.{near}")
-    return matches[0]
 
 
 def _names(projections: Projections) -> str:

@@ -3,9 +3,12 @@
     embed       the input of layer 0                  resid_pre   the input of a layer
     attn  mlp   what that part adds to the residual stream
     head        the attention's heads, before their output projection
+    neuron      the feed-forward's activations, before its output projection
     resid       the output of a layer                 pattern     the attention's weights, which are captured only
 
-Where a family has ``attn``, ``mlp``, ``head`` and ``pattern`` its row says (``models.families``).
+Where a family has ``attn``, ``mlp``, ``head``, ``neuron`` and ``pattern`` its row says (``models.families``). Every
+projection has two points more, by the name that ``lora`` takes: ``"mlp.down_proj.in"``, what it is given, behind
+``head`` and ``neuron`` and before ``ia3`` and ``lora`` act; ``"q_proj.out"``, what it gives, behind them.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kwflow.errors import KwargError, did_you_mean
+from kwflow.errors import KwargError, UnknownKwarg, did_you_mean
+from kwflow.kwargs.schema import Schema
 from kwflow.kwargs.tree import as_int
+
+Projections = Mapping[str, tuple[int, int]]  # by dotted name in the layer: features in and out
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ class Point:
     reached: str = "output"
     edited: bool = True  # else it is captured only
     aliases: tuple[str, ...] = ()
+    projection: str = ""  # whose input or output it is
 
     @property
     def by_head(self) -> bool:
@@ -39,7 +46,7 @@ class Point:
         return self.features == ("head", "head_dim")
 
 
-EMBED, HEAD, PATTERN = "embed", "head", "pattern"
+EMBED, HEAD, NEURON, PATTERN = "embed", "head", "neuron", "pattern"
 ENTERING = (EMBED, "resid_pre")  # the block's own input
 LEAVING = "resid"  # and its output
 
@@ -49,16 +56,59 @@ _ALL = (  # in the order in which a block comes by them
     Point("attn", aliases=("attn_out", "attention")),
     Point("mlp", aliases=("mlp_out",)),
     Point(HEAD, ("head", "head_dim"), "input", aliases=("z",)),
+    Point(NEURON, (NEURON,), "input", aliases=("post", "mlp_post", "neurons")),
     Point(LEAVING, aliases=("resid_post", "hidden_states", "hidden")),
     Point(PATTERN, ("head", "key"), "weights", edited=False),
 )
 POINTS = {point.name: point for point in _ALL}
 EDITED = tuple(point.name for point in _ALL if point.edited)
 
+_ENDS = {"in": "input", "out": "output"}  # of a projection
+
 _NO_POINT = ("resid_mid",)  # what others have between attention and the MLP
 _MAX_NUMBERS = 1 << 16  # layers or heads of one edit
 # Kwargs whose value in a layer is a list of entries, each at a point: all that are given act, in order.
 ENTRIES = frozenset({"edit", "capture"})
+
+
+def find_point(name: Any) -> Point | None:
+    """The point of a name: one of ``POINTS``, or a projection's input or output."""
+    projection, _, end = name.rpartition(".") if isinstance(name, str) else ("", "", "")
+    if projection and end in _ENDS:
+        return Point(name, ("feature",), _ENDS[end], projection=projection)
+    return POINTS.get(name) if isinstance(name, str) else None
+
+
+def point_at(name: str) -> Point:
+    """As :func:`find_point`, of a name that was checked."""
+    found = find_point(name)
+    assert found is not None, name
+    return found
+
+
+def resolve(name: Any, projections: Projections, what: str) -> str:
+    """A projection's full name, from that name or from its end: ``"q_proj"`` is ``"self_attn.q_proj"``."""
+    if name in projections:
+        return name
+    matches = [full for full in projections if isinstance(name, str) and full.endswith(f".{name}")]
+    if len(matches) > 1:
+        raise KwargError(f"{what}: {name!r} may mean {' or '.join(map(repr, matches))}; give the full name")
+    if not matches:
+        near = did_you_mean(str(name), [*projections, *(full.rpartition(".")[2] for full in projections)])
+        allowed = f"these layers have {', '.join(projections) or 'no projections'}"
+        raise UnknownKwarg(f"{what}: no projection {name!r:.60}; {allowed}.{near}")
+    return matches[0]
+
+
+def within(name: Any, points: Collection[str], projections: Projections, what: str) -> str:
+    """A point's full name where it is one of ``points`` or a projection's, else KwargError; also on a worker."""
+    found = find_point(name)
+    if found is not None and found.projection:
+        return f"{resolve(found.projection, projections, what)}.{name.rpartition('.')[2]}"
+    if found is None or name not in points:
+        also = ", and any projection's .in and .out" if projections else ""
+        raise KwargError(f"{what}: no point {name!r:.40} in these blocks; they have {', '.join(points)}{also}")
+    return name
 
 
 def edited_in(modules: Collection[str]) -> tuple[str, ...]:
@@ -72,12 +122,22 @@ def no_point(what: str, name: Any, points: Iterable[str]) -> KwargError:
     known_as = next((point.name for point in _ALL if base in point.aliases), None)
     hint = "" if base in _NO_POINT else did_you_mean(base, points)
     hint = f" Did you mean {known_as!r}?" if known_as is not None else hint
-    return KwargError(f"{what}: no point {name!r}; points are {', '.join(points)}.{hint}")
+    also = 'and of a projection, its ".in" and ".out": "mlp.down_proj.in"'
+    return KwargError(f"{what}: no point {name!r:.60}; points are {', '.join(points)}, {also}.{hint}")
 
 
-def captured_features(point: str, sizes: Mapping[str, int], keys: int) -> tuple[int, ...]:
+def features_of(point: Point, projections: Projections) -> int | None:
+    """The size of the axis ``feature``, which a projection's input and output have."""
+    if not point.projection:
+        return None
+    return projections[resolve(point.projection, projections, point.name)][point.reached == "output"]
+
+
+def captured_features(name: str, schema: Schema, keys: int) -> tuple[int, ...]:
     """What stands behind (batch, pos) in what a capture at a point brings back; ``keys``: all columns so far."""
-    return tuple({**sizes, "key": keys}[axis] for axis in POINTS[point].features)
+    at = point_at(name)
+    known = {**schema.sizes, "key": keys, "feature": features_of(at, schema.projections)}
+    return tuple(known[axis] for axis in at.features)  # type: ignore[misc]
 
 
 def numbers(value: Any, name: str, what: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ model like llama is ``Family()``. Otherwise look in ``transformers/models/NAME/m
   that no family has yet goes into LAYER_LISTS of ``tests/oracle/__init__.py`` too;
 - the base model's ``forward``: does it take ``position_ids``, and do they reach the layers? If not, say why in
   ``positions``. Does it unpack what a layer returns (``outputs[0]``)? Then ``tuples=True``;
-- the layer's ``__init__``: ``attn``, ``mlp`` and ``out``, the last Linear of the attention;
+- the layer's ``__init__``: ``attn``, ``mlp``, and their last Linears, ``out`` and ``down``;
 - a ``torch.autograd.Function`` without ``setup_context`` has no torch.func rule: ``patch`` puts the same arithmetic in.
 """
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +30,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kwflow.autograd.transforms import in_transform
+from kwflow.blocks.projections import common, find
 from kwflow.errors import UnsupportedError, did_you_mean
+from kwflow.kwargs.points import NEURON
 
 LEARNED = "this family's positions are learned and act in flow.embed(ids, position_ids=…)"
 ALIBI = "this family uses ALiBi, which follows attention_mask"
@@ -44,6 +46,7 @@ class Family:
     attn: str = "self_attn"  # the module whose (first) output is what attention adds to the residual stream
     mlp: str = "mlp"  # the same of the feed-forward or the mixture; "": it is scaled before it is added, as attention's
     out: str = "self_attn.o_proj"  # the attention's output projection, whose input is all heads side by side
+    down: str = "mlp.down_proj"  # the feed-forward's, whose input is its neurons; a mixture's layer has none
     positions: str = ""  # why position_ids are refused; empty: the blocks take them
     counts_mask: bool = False  # the model's own forward takes learned positions from the mask where none are given
     four_d: str = ""  # why a 4-D attention_mask is refused; empty: the blocks take one
@@ -56,7 +59,12 @@ class Family:
     def points(self) -> dict[str, str]:
         """Where ``kwflow.blocks.hooks`` finds the points of a layer."""
         parts = {"attn": self.attn, "mlp": self.mlp} if self.mlp else {}
-        return {**parts, "head": self.out}
+        return {**parts, "head": self.out, NEURON: self.down}
+
+    def points_in(self, layers: Iterable[nn.Module]) -> dict[str, str]:
+        """Those that each of some layers has."""
+        there = [{name for name, _ in layer.named_modules()} for layer in layers]
+        return {point: path for point, path in self.points.items() if all(path in names for names in there)}
 
     @property
     def learned(self) -> bool:
@@ -120,12 +128,13 @@ def latent_kv(config: Any) -> Mapping[str, int]:
     }
 
 
-_GPT2 = Family(layers="h", attn="attn", out="attn.c_proj", positions=LEARNED)
+_GPT2 = Family(layers="h", attn="attn", out="attn.c_proj", down="mlp.c_proj", positions=LEARNED)
 _BLOOM = Family(
     layers="h",
     attn="self_attention.dense",
     mlp="mlp.dense_4h_to_h",
     out="self_attention.dense",
+    down="mlp.dense_4h_to_h",
     positions=ALIBI,
     tuples=True,
     patch=plain_gelu,
@@ -134,6 +143,7 @@ _FALCON = Family(
     layers="h",
     attn="self_attention",
     out="self_attention.dense",
+    down="mlp.dense_4h_to_h",
     tuples=True,
     vary=falcon,
     kv=falcon_kv,
@@ -144,17 +154,26 @@ _MPT = Family(
     attn="attn",
     mlp="ffn.down_proj",
     out="attn.out_proj",
+    down="ffn.down_proj",
     positions=ALIBI,
     four_d="this family's attention knows what is masked, and no bias",
     tuples=True,
 )
-_GPTJ = Family(layers="h", attn="attn", out="attn.out_proj")
+_GPTJ = Family(layers="h", attn="attn", out="attn.out_proj", down="mlp.fc_out")
 _NORMED = Family(attn="post_attention_layernorm", mlp="post_feedforward_layernorm")
-_OPT = Family(layers="decoder.layers", mlp="fc2", out="self_attn.out_proj", positions=LEARNED, counts_mask=True)
+_OPT = Family(
+    layers="decoder.layers",
+    mlp="fc2",
+    out="self_attn.out_proj",
+    down="fc2",
+    positions=LEARNED,
+    counts_mask=True,
+)
 
 _XGLM = Family(
     mlp="fc2",
     out="self_attn.out_proj",
+    down="fc2",
     positions=LEARNED,
     four_d="this family's attention takes one that all heads share, made from a 2-D one",
 )
@@ -162,7 +181,7 @@ _XGLM = Family(
 FAMILIES: dict[str, Family] = {
     "apertus": Family(),
     "arcee": Family(),
-    "biogpt": Family(mlp="fc2", out="self_attn.out_proj", positions=LEARNED),
+    "biogpt": Family(mlp="fc2", out="self_attn.out_proj", down="fc2", positions=LEARNED),
     "bitnet": Family(),
     "bloom": _BLOOM,
     "codegen": _GPTJ,
@@ -186,7 +205,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gpt_neo": replace(_GPT2, out="attn.attention.out_proj", tuples=True),
-    "gpt_neox": Family(attn="attention", out="attention.dense"),
+    "gpt_neox": Family(attn="attention", out="attention.dense", down="mlp.dense_4h_to_h"),
     "gpt_oss": Family(),
     "gptj": _GPTJ,
     "granite": Family(mlp=""),
@@ -201,15 +220,15 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(),
     "mixtral": Family(),
     "mpt": _MPT,
-    "nanochat": Family(),
+    "nanochat": Family(down="mlp.fc2"),
     "nemotron": Family(),
     "olmo": Family(),
     "olmo2": _NORMED,
     "olmo3": _NORMED,
     "olmoe": Family(),
     "opt": _OPT,
-    "persimmon": Family(out="self_attn.dense"),
-    "phi": Family(out="self_attn.dense"),
+    "persimmon": Family(out="self_attn.dense", down="mlp.dense_4h_to_h"),
+    "phi": Family(out="self_attn.dense", down="mlp.fc2"),
     "phi3": Family(),
     "phimoe": Family(),
     "qwen2": Family(),
@@ -219,7 +238,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": Family(),
     "smollm3": Family(),
     "stablelm": Family(),
-    "starcoder2": Family(),
+    "starcoder2": Family(down="mlp.c_proj"),
     "vaultgemma": Family(),
     "xglm": _XGLM,
 }
@@ -270,6 +289,13 @@ def model_sizes(config: Any) -> dict[str, int]:
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
     }
     return {**sizes, **(family.kv(config) if family.kv else {})}
+
+
+def span_sizes(config: Any, family: Family, layers: Sequence[nn.Module]) -> dict[str, int]:
+    """The model's sizes, and what differs between its layers: ``neuron`` where all have as many."""
+    down = common(map(find, layers)).get(family.down)
+    there = NEURON in family.points_in(layers)
+    return {**model_sizes(config), **({NEURON: down[0]} if there and down is not None else {})}
 
 
 def layer_kinds(config: Any) -> list[str]:

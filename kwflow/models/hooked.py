@@ -18,12 +18,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from kwflow.blocks.projections import common, find
 from kwflow.errors import KwargError, UnsupportedError
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.edit import Edit, check, lower
+from kwflow.kwargs.kwarg import Place
 from kwflow.kwargs.points import edited_in
 from kwflow.kwargs.positions import Columns, token_position
-from kwflow.models.families import family_of, layer_list, model_sizes
+from kwflow.kwargs.schema import Spec
+from kwflow.models.families import family_of, layer_list, span_sizes
 from kwflow.models.hooks import edit_hooks
 from kwflow.models.prepare import arguments, cache_argument
 
@@ -71,7 +74,7 @@ class _Edited:
         self.span = (0, int(self.config.num_hidden_layers))
         if len(self.layers) != self.span[1]:
             raise KwargError(f"{type(model).__name__} has its layers elsewhere: give it edit=… itself")
-        self.points = edited_in(self.family.points)
+        self.points, self.projections = edited_in(self.family.points_in(self.layers)), common(map(find, self.layers))
         self.handles: list[Any] = []
         self.first_columns_of: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # columns of each cache's first step
         self.first_columns = 0  # columns of the step that runs now, if it begins a cache
@@ -168,8 +171,10 @@ class _Edited:
 
     def _bound(self, columns: Columns, batch: int, seq: int) -> Bound:
         """The edits of this forward, checked as a worker checks them."""
-        sizes = {**model_sizes(self.config), "batch": batch, "seq": seq, "key": columns.start + seq}
+        sizes = span_sizes(self.config, self.family, self.layers)
+        sizes = {**sizes, "batch": batch, "seq": seq, "key": columns.start + seq}
         sections: list[Any] = []
         for number, (layers, entry) in enumerate(lower(self.edits, self.span, columns)):
-            sections.append((layers, {"edit": [check(entry, self.points, sizes, f"edit[{number}]")]}))
+            place = Place(f"edit[{number}]", Spec(points=self.points), sizes, self.projections, single_layer=True)
+            sections.append((layers, {"edit": [check(entry, place)]}))
         return Bound.of(self.span, sections)

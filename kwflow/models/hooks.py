@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from kwflow.errors import KwargError
-from kwflow.kwargs import lora, prefix_kv
+from kwflow.kwargs import lora, points, prefix_kv
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.builtin import INSIDE, at_points
 from kwflow.kwargs.kwarg import LayerCall
-from kwflow.kwargs.points import POINTS
 from kwflow.models.families import Family
 
 Change = Callable[[Tensor], Tensor]
@@ -39,13 +38,23 @@ def edit_hooks(
         adapters = lora.by_projection(layer_kwargs)
         handles += _adapter_outputs(layer, adapters, shape)
         acts = at_points(layer_kwargs, LayerCall(number, (shape[0], shape[1]), heads, token_position))
-        for point in sorted(acts, key=list(POINTS).index):
-            module = layer.get_submodule(family.points[point]) if point in family.points else layer
-            handles.append((on_input if POINTS[point].reached == "input" else on_output)(module, acts[point]))
+        for name in sorted(acts, key=_order):
+            at = points.point_at(name)
+            path = at.projection or family.points.get(name, "")  # the layer itself has the others
+            hook = on_input if at.reached == "input" else on_output
+            handles.append(hook(layer.get_submodule(path), acts[name]))
         for name, adapter in adapters.items():  # a head's edits come before what scales the projection's input
             scale = functools.partial(lora.before, adapter=adapter, batch_seq=(shape[0], shape[1]))
             handles.append(on_input(layer.get_submodule(name), scale))
     return handles
+
+
+def _order(name: str) -> int:
+    """Hooks of one module act in the order in which they were put there: a projection's own stand next to it."""
+    at = points.point_at(name)
+    if at.projection:
+        return -1 if at.reached == "output" else len(points.POINTS)
+    return list(points.POINTS).index(name)
 
 
 def _adapter_outputs(layer: nn.Module, adapters: Mapping[str, lora.Adapter], shape: torch.Size) -> list[Any]:

@@ -24,7 +24,7 @@ from kwflow.kwargs.builtin import schema
 from kwflow.kwargs.points import PATTERN, edited_in
 from kwflow.kwargs.schema import Schema
 from kwflow.models.experts import derivable_experts
-from kwflow.models.families import family_of, layer_kinds, layer_list, model_sizes, unsupported
+from kwflow.models.families import family_of, layer_kinds, layer_list, span_sizes, unsupported
 from kwflow.models.files.checkpoint import CONFIG, Checkpoint, find_model, layer_hash, model_name, read_json
 from kwflow.models.prepare import cache_argument, make_prepare, scaling
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
@@ -81,7 +81,7 @@ def load_span(
     fill_buffers(skeleton_model, base.get_submodule(family.layers.rpartition(".")[0]), skip=layer_list(base, family))
     attention, span_schema = attention_path(skeleton_model, modules[0]), _schema(skeleton_model, config, modules)
     prepare = make_prepare(skeleton_model.config, base, family, kinds)  # which uses base up
-    points = {**family.points, **({PATTERN: attention} if attention else {})}
+    points = {**family.points_in(modules), **({PATTERN: attention} if attention else {})}
     blocks, hashes = [], []
     prefixes = tuple(f"{prefix}.{number}." for number in range(start, stop))
     checkpoint.fetch(sources.names(lambda name: name.startswith(prefixes)))
@@ -122,10 +122,10 @@ def _schema(skeleton_model: Any, config: Any, modules: Sequence[nn.Module]) -> S
     """What these layers of a skeleton take, and the model's sizes."""
     family = family_of(config)
     return schema(
-        model_sizes(config),
+        span_sizes(config, family, modules),
         positions=not family.positions,
         refused={"position_ids": family.positions} if family.positions else {},
-        points=edited_in(family.points),
+        points=edited_in(family.points_in(modules)),
         captured_only=(PATTERN,) if attention_path(skeleton_model, modules[0]) else (),
         projections=projections.common(map(projections.find, modules)),
         scaling=scaling(getattr(skeleton_model, skeleton_model.base_model_prefix), family),

@@ -154,6 +154,35 @@ def factors(place: Place) -> list[Hook]:
     ]
 
 
+def ends_sizes(family: str) -> dict[str, tuple[int, ...]]:
+    """Of the last projection's input, and the first's output."""
+    features, (first, last) = span(family, 0, L).schema.projections, names(family)
+    return {"i": (features[last][0],), "o": (features[first][1],)}
+
+
+def ends(given: Given) -> dict[str, Any]:
+    first, last = names(given.family)
+    edited = [
+        (
+            kf.add(given.tensor("i", "feature", n), n, point=f"{last}.in", at="prompt"),
+            kf.add(given.tensor("o", "feature", n), n, point=f"{first}.out"),
+        )
+        for n in given.layers
+    ]
+    return {"edit": [edit for pair in edited for edit in pair]}
+
+
+def at_ends(place: Place) -> list[Hook]:
+    first, last = (place.block.get_submodule(name) for name in names(place.family))
+    prompt = place.where(lambda position, prompt: position < prompt)[..., None]
+    real = place.mask.bool()[..., None]
+
+    def add(name: str, there: Tensor) -> Callable[[Tensor], Tensor]:
+        return lambda y: torch.where(there, y + place.x[name][:, None].to(y.dtype), y)
+
+    return [before(place, last, add("i", prompt)), behind(place, first, add("o", real))]
+
+
 def head_factors(place: Place) -> list[Hook]:
     def multiply(value: Tensor) -> Tensor:
         heads = value.unflatten(-1, (HEADS, -1))
@@ -208,7 +237,7 @@ def keeping(place: Place) -> list[Hook]:
             place.seen[key] = value.clone()  # falcon adds to it in place
             return value
 
-        hooks.append((before if point == "head" else behind)(place, place.module(point), keep))
+        hooks.append((before if point in ("head", "neuron") else behind)(place, place.module(point), keep))
     return hooks
 
 
@@ -297,6 +326,15 @@ ROWS = [
         edits(lambda g, n: kf.project_out(g.tensor("d", "hidden", n), n)),
         projected_out,
         exact=False,
+    ),
+    Row(
+        "edit: projections",
+        "edit",
+        "edits_",
+        lambda f: {"edit": kf.add(random(7), 1, point=f"{names(f)[1]}.in")},
+        ends_sizes,
+        ends,
+        at_ends,
     ),
     Row(
         "lora",

@@ -1,0 +1,155 @@
+"""The points inside a layer: neurons, and every projection's input and output; what stands before what at one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kwflow as kf
+from kwflow.blocks.projections import find
+from kwflow.errors import KwargError, ShapeError, UnknownKwarg
+from kwflow.models.families import family_of
+from tests.families.configs import CONFIGS, config
+from tests.families.marks import families
+from tests.families.table import IDS, MASK
+from tests.oracle import assert_bits, assert_close, layers_of, residual
+from tests.oracle.tiny import TWO, Requests, flow, folder, huggingface, ids, make_flow, random, span
+
+B, S = IDS.shape
+WITH_NEURONS = [name for name in CONFIGS if "neuron" in span(name, 0, 4).schema.kwargs["edit"].points]
+
+
+def ends(family: str) -> dict[str, list[int]]:
+    """Both points of every projection, and the layers that have it: some layers of a family may be mixtures."""
+    spec = span(family, 0, 4)
+    return {
+        f"{name}.{end}": [block.layer for block in spec.blocks if name in find(block.module)]
+        for name in spec.schema.projections
+        for end in ("in", "out")
+    }
+
+
+def seen(family: str, hidden: Tensor) -> dict[tuple[str, int], Tensor]:
+    """The same, by plain hooks on the Hugging Face model."""
+    model, found, hooks = huggingface(family), {}, []
+
+    def keep(point: str, layer: int) -> Callable[..., None]:
+        def hook(_: Any, args: Any, out: Any = None) -> None:
+            value = args[0] if point.endswith(".in") else out
+            found[point, layer] = value.reshape(B, S, value.shape[-1]).clone()
+
+        return hook
+
+    for number, layer in enumerate(layers_of(model)):
+        for name in find(layer):
+            module = layer.get_submodule(name)
+            hooks += [(module, "pre", keep(f"{name}.in", number)), (module, "post", keep(f"{name}.out", number))]
+    residual(model, hidden, attention_mask=MASK, extra=hooks)
+    return found
+
+
+@families([*CONFIGS])
+def test_all_that_enters_and_leaves_a_projection(family: str) -> None:
+    x = random(B, S, 32)
+    expected = seen(family, x)
+    out, acts = flow(family, TWO).capture(ends(family), x, attention_mask=MASK)
+    assert_bits(out, flow(family, TWO)(x, attention_mask=MASK))
+    for (point, layer), value in expected.items():
+        if (point, layer) in acts:
+            for row, tokens in enumerate(MASK.sum(1).tolist()):
+                assert_bits(acts[point, layer][row, :tokens], value[row, S - tokens :], f"{point} of layer {layer}")
+    assert set(acts) <= expected.keys()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom", "phi"])
+def test_neurons_are_what_the_down_projection_takes(family: str) -> None:
+    row, module = family_of(config(family)), layers_of(huggingface(family))[2]
+    x = random(B, S, 32)
+    _, acts = flow(family, TWO).capture({"neuron": 2, "mlp": 2, f"{row.down}.in": 2, f"{row.down}.out": 2}, x)
+    assert_bits(acts["neuron", 2], acts[f"{row.down}.in", 2])
+    assert_bits(acts["mlp", 2], acts[f"{row.down}.out", 2])
+    assert_close(module.get_submodule(row.down)(acts["neuron", 2]), acts["mlp", 2])
+
+
+def test_families_with_neurons() -> None:
+    """All but those where some layer is a mixture, whose experts have neurons of their own."""
+    assert "llama" in WITH_NEURONS and "gemma2" in WITH_NEURONS and "stablelm_parallel" in WITH_NEURONS
+    without = {family for family in CONFIGS if family not in WITH_NEURONS}
+    assert without == {name for name in CONFIGS if "moe" in name or name in MIXTURES}
+    with pytest.raises(KwargError, match="no point 'neuron' in these blocks; they have .*resid"):
+        flow("mixtral", TWO)(random(1, 2, 32), edit=kf.scale(0.0, 1, point="neuron"))
+
+
+MIXTURES = ("mixtral", "gpt_oss", "flex_olmo", "minimax_m2", "dots1", "deepseek_v2", "deepseek_v3")
+
+
+def test_the_order_at_one_place() -> None:
+    """head, then the input of its projection, then the adapters, then the output, then attn."""
+    x, v = random(B, S, 32), random(32, seed=3)
+    one = flow("llama", TWO)
+    name, zero = "self_attn.o_proj", {"scale": 0.0, "layers": 1}
+    lora = kf.per_layer({1: {"lora": {name: {"A": random(2, 32, seed=5), "B": random(32, 2, seed=6)}}}})
+    points = {"head": 1, f"{name}.in": 1, f"{name}.out": 1, "attn": 1}
+
+    def run(*edits: Any, **more: Any) -> Any:
+        return one.capture(points, x, edit=list(edits), **more)[1]
+
+    acts = run(kf.put(random(4, 8, seed=4), 1, point="head"))
+    assert_bits(acts[f"{name}.in", 1], acts["head", 1].flatten(-2))
+    acts = run(kf.put(v, 1, point=f"{name}.in"))
+    assert not torch.equal(acts[f"{name}.in", 1], acts["head", 1].flatten(-2))  # head came first
+    assert_bits(acts[f"{name}.in", 1], v.expand(B, S, 32))
+    plain, adapted = run(kf.put(v, 1, point=f"{name}.in")), run(kf.put(v, 1, point=f"{name}.in"), **lora)
+    a, b = (lora["lora"].values[1][name][key] for key in "AB")
+    assert_close(adapted[f"{name}.out", 1] - plain[f"{name}.out", 1], (v @ a.T @ b.T).expand(B, S, 32))
+    acts = run(kf.put(v, 1, point=f"{name}.out"), **lora)
+    assert_bits(acts[f"{name}.out", 1], v.expand(B, S, 32))
+    assert_bits(acts["attn", 1], v.expand(B, S, 32))
+    acts = run(kf.scale(zero["scale"], zero["layers"], point="attn"))
+    assert bool((acts["attn", 1] == 0).all()) and bool((acts[f"{name}.out", 1] != 0).any())
+
+
+def test_what_is_no_point_is_refused_before_anything_is_sent() -> None:
+    one, x = make_flow("llama", TWO), random(1, 3, 32)
+    with Requests(one) as requests:
+        for point, error, words in (
+            ("mlp.down_proj.inn", KwargError, r"points are .*\.in"),
+            (".in", KwargError, "no point '.in'"),
+            ("down.out", UnknownKwarg, "no projection 'down'; .*Did you mean 'down_proj'"),
+            (3, KwargError, "no point 3"),
+        ):
+            with pytest.raises(error, match=words):
+                one(x, edit=kf.add(random(32), 1, point=point))
+            with pytest.raises(error, match=words):
+                one.capture({point: 1}, x)
+        with pytest.raises(ShapeError, match="feature = 32, expected 48"):
+            one(x, edit=kf.add(random(32), 1, point="down_proj.in"))
+        with pytest.raises(KwargError, match="heads=.* belong to point='head'"):
+            one(x, edit=kf.scale(0.0, 1, point="o_proj.in", heads=[0]))
+        assert not len(requests)
+
+
+def test_a_step_without_such_a_token_captures_nothing_of_the_right_width() -> None:
+    with torch.no_grad(), make_flow("llama", TWO).session() as session:
+        session.step(random(2, 3, 32))
+        acts = kf.Capture({"down_proj.in": [3], "neuron": [0], "k_proj.out": [1]}, at=[0])
+        session.step(random(2, 1, 32), capture=acts)
+        assert [acts[key].shape for key in acts] == [(2, 0, 48), (2, 0, 16), (2, 0, 48)]
+
+
+def test_hooks_of_the_local_model_do_the_same() -> None:
+    local, edits = huggingface("llama"), [
+        kf.add(random(48, seed=2), 1, point="mlp.down_proj.in", at="prompt[-1]"),
+        kf.scale(0.5, 2, point="neuron"),
+        kf.add(random(32, seed=3), 3, point="q_proj.out", at=[0, 2]),
+    ]  # fmt: skip
+    remote = kf.AutoDistributedModelForCausalLM.from_pretrained(
+        folder("llama"), flow=make_flow("llama", TWO, own_ends=True)
+    )
+    with torch.no_grad(), kf.steering.as_hooks(local, edits):
+        expected = local(ids(2, 6)).logits
+    assert_bits(remote(ids(2, 6), edit=edits).logits, expected)
