@@ -22,7 +22,7 @@ from torch import Tensor
 from kwflow.errors import KwargError, ShapeError, SpanError
 from kwflow.kwargs.axes import Axed, spread
 from kwflow.kwargs.kwarg import Act, Features, LayerCall, Place
-from kwflow.kwargs.points import EDITED, EMBED, HEAD, features_of, find_point, no_point, numbers, point_at, within
+from kwflow.kwargs.points import EDITED, EMBED, HEAD, features_of, no_point, numbers, point_at, takes_edits, within
 from kwflow.kwargs.positions import Columns, select
 from kwflow.kwargs.schema import Spec
 from kwflow.kwargs.signatures import bind_floats, check_sizes, expansions
@@ -75,7 +75,7 @@ def project_out(
 
 def _edit(kind: str, value: Any, layers: Any, point: str, at: Any, strength: Any, heads: Any) -> Edit:
     what = f"kf.{kind}"
-    if point not in EDITED and not getattr(find_point(point), "projection", ""):
+    if not takes_edits(point):
         raise no_point(what, point, EDITED)
     if point == EMBED and layers is None and not isinstance(value, Mapping):
         layers = 0

@@ -79,6 +79,12 @@ def find_point(name: Any) -> Point | None:
     return POINTS.get(name) if isinstance(name, str) else None
 
 
+def takes_edits(name: Any) -> bool:
+    """Whether edits act at a point of this name, where blocks have it."""
+    found = find_point(name)
+    return found is not None and found.edited
+
+
 def point_at(name: str) -> Point:
     """As :func:`find_point`, of a name that was checked."""
     found = find_point(name)

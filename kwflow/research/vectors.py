@@ -18,7 +18,7 @@ from kwflow.autograd.transforms import in_forward_mode, is_wrapped
 from kwflow.errors import KwargError, ShapeError, SpanError
 from kwflow.kwargs.axes import describe
 from kwflow.kwargs.edit import Edit, add, project_out
-from kwflow.kwargs.points import EDITED, no_point, numbers
+from kwflow.kwargs.points import EDITED, no_point, numbers, takes_edits
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,7 +42,7 @@ class Vectors:
 
     def __post_init__(self) -> None:
         what = "kf.steering.Vectors"
-        if self.point not in EDITED:
+        if not takes_edits(self.point):
             raise no_point(what, self.point, EDITED)
         if not isinstance(self.by_layer, Mapping) or not self.by_layer:
             raise KwargError(f"{what} takes {{layer: tensor}} with at least one layer, got {self.by_layer!r:.60}")

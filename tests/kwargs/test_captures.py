@@ -394,7 +394,7 @@ def test_what_is_wrong_is_refused() -> None:
     for theirs, ours in {"resid_post": "resid", "blocks.1.hook_attn_out": "attn", "hook_z": "head"}.items():
         with pytest.raises(KwargError, match=f"no point '{theirs}'.*Did you mean '{ours}'"):
             kf.Capture({theirs: [1]})
-    with pytest.raises(KwargError, match=r"pattern\.$"):  # nothing here is what it is there
+    with pytest.raises(KwargError, match=r"mlp\.down_proj\.in\"\.$"):  # nothing here is what it is there
         kf.Capture(resid_mid=[1])
     with pytest.raises(KwargError, match="say what"):
         kf.Capture()

@@ -133,6 +133,15 @@ def test_what_is_no_point_is_refused_before_anything_is_sent() -> None:
         assert not len(requests)
 
 
+def test_vectors_at_neurons_and_at_a_projection() -> None:
+    one = make_flow("llama", TWO, own_ends=True)
+    x = one.inputs("w1 w2 w3")
+    for point in ("neuron", "k_proj.out"):
+        vectors = kf.steering.contrast(one, ["w1 w2"], ["w3 w4 w5"], layers=[2], point=point)
+        plain, edited = (one.capture({point: 2}, **x, edit=edits)[1][point, 2] for edits in ([], vectors.edits(3.0)))
+        assert_close(edited - plain, 3.0 * vectors[2].expand_as(plain))
+
+
 def test_a_step_without_such_a_token_captures_nothing_of_the_right_width() -> None:
     with torch.no_grad(), make_flow("llama", TWO).session() as session:
         session.step(random(2, 3, 32))
