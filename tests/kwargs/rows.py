@@ -100,11 +100,15 @@ def edits(make: Callable[[Given, int], Any]) -> Callable[[Given], dict[str, Any]
 
 
 @functools.cache
-def names(family: str) -> tuple[str, ...]:
-    """Two projections that every layer has: attention's first and the last."""
+def everywhere(family: str) -> list[str]:
+    """The projections that every layer has."""
     spec = span(family, 0, L)
-    there = [name for name in spec.schema.projections if all(name in find(block.module) for block in spec.blocks)]
-    return there[0], there[-1]
+    return [name for name in spec.schema.projections if all(name in find(block.module) for block in spec.blocks)]
+
+
+def names(family: str) -> tuple[str, ...]:
+    """Attention's first projection, and the last."""
+    return everywhere(family)[0], everywhere(family)[-1]
 
 
 def lora_sizes(family: str) -> dict[str, tuple[int, ...]]:
@@ -155,17 +159,17 @@ def factors(place: Place) -> list[Hook]:
 
 
 def ends_sizes(family: str) -> dict[str, tuple[int, ...]]:
-    """Of the last projection's input, and the first's output."""
-    features, (first, last) = span(family, 0, L).schema.projections, names(family)
-    return {"i": (features[last][0],), "o": (features[first][1],)}
+    """Of the last projection's input, and the output of the one before: nothing hangs on what is added to all keys."""
+    features, (before_last, last) = span(family, 0, L).schema.projections, everywhere(family)[-2:]
+    return {"i": (features[last][0],), "o": (features[before_last][1],)}
 
 
 def ends(given: Given) -> dict[str, Any]:
-    first, last = names(given.family)
+    before_last, last = everywhere(given.family)[-2:]
     edited = [
         (
             kf.add(given.tensor("i", "feature", n), n, point=f"{last}.in", at="prompt"),
-            kf.add(given.tensor("o", "feature", n), n, point=f"{first}.out"),
+            kf.add(given.tensor("o", "feature", n), n, point=f"{before_last}.out"),
         )
         for n in given.layers
     ]
@@ -173,14 +177,14 @@ def ends(given: Given) -> dict[str, Any]:
 
 
 def at_ends(place: Place) -> list[Hook]:
-    first, last = (place.block.get_submodule(name) for name in names(place.family))
+    before_last, last = (place.block.get_submodule(name) for name in everywhere(place.family)[-2:])
     prompt = place.where(lambda position, prompt: position < prompt)[..., None]
     real = place.mask.bool()[..., None]
 
     def add(name: str, there: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda y: torch.where(there, y + place.x[name][:, None].to(y.dtype), y)
 
-    return [before(place, last, add("i", prompt)), behind(place, first, add("o", real))]
+    return [before(place, last, add("i", prompt)), behind(place, before_last, add("o", real))]
 
 
 def head_factors(place: Place) -> list[Hook]:
