@@ -18,12 +18,14 @@ setup: $(DEV)
 demo: $(RUNTIME)
 	$(BIN)/kwflow demo
 
-# Every claim, on a few families. What is left, `make test-rest`, is the breadth: all families x all kwargs, long runs.
+# Every claim, on a few families. What is left, `make test-rest`, is the breadth: all families x all kwargs, long runs,
+# and the bitwise tests as on another processor.
 test: lint
 	$(PYTEST) -m "not rest" $(ARGS)
 
 test-rest: $(DEV)
 	$(PYTEST) -m rest $(ARGS)
+	$(if $(ARGS),,$(MAKE) check-isa)
 
 quick: $(DEV)
 	$(PYTEST) -m "not slow and not rest and not swarm" $(ARGS)

@@ -19,10 +19,10 @@ _WHERE = {
     "per_layer": "kwflow.kwargs.bind",
     "stream": "kwflow.research.verify",
     "Capture": "kwflow.kwargs.capture",
-    "add": "kwflow.kwargs.edit",
-    "put": "kwflow.kwargs.edit",
-    "scale": "kwflow.kwargs.edit",
-    "project_out": "kwflow.kwargs.edit",
+    "add": "kwflow.research.edits",
+    "put": "kwflow.research.edits",
+    "scale": "kwflow.research.edits",
+    "project_out": "kwflow.research.edits",
     "sweep": "kwflow.research.sweep",
     "grid": "kwflow.research.sweep",
     "AutoDistributedConfig": "kwflow.huggingface.auto",
@@ -30,7 +30,7 @@ _WHERE = {
     "AutoDistributedModelForCausalLM": "kwflow.huggingface.auto",
     "AutoDistributedModelForSequenceClassification": "kwflow.huggingface.auto",
 }
-_MODULES = ("adapters", "errors", "faults", "notebook", "steering", "verify")
+_MODULES = ("adapters", "edits", "errors", "faults", "notebook", "steering", "verify")
 
 __all__ = [
     "AutoDistributedConfig",
@@ -45,6 +45,7 @@ __all__ = [
     "axes",
     "chain",
     "connect",
+    "edits",
     "errors",
     "faults",
     "grid",
@@ -64,6 +65,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from kwflow import adapters as adapters
+    from kwflow import edits as edits
     from kwflow import errors as errors
     from kwflow import notebook as notebook
     from kwflow import steering as steering
@@ -79,12 +81,12 @@ if TYPE_CHECKING:
     from kwflow.kwargs.axes import axes as axes
     from kwflow.kwargs.bind import per_layer as per_layer
     from kwflow.kwargs.capture import Capture as Capture
-    from kwflow.kwargs.edit import add as add
-    from kwflow.kwargs.edit import project_out as project_out
-    from kwflow.kwargs.edit import put as put
-    from kwflow.kwargs.edit import scale as scale
     from kwflow.models.files.checkpoint import model_path as model_path
     from kwflow.models.spans import load_blocks as load_blocks
+    from kwflow.research.edits import add as add
+    from kwflow.research.edits import project_out as project_out
+    from kwflow.research.edits import put as put
+    from kwflow.research.edits import scale as scale
     from kwflow.research.sweep import grid as grid
     from kwflow.research.sweep import sweep as sweep
     from kwflow.research.verify import stream as stream

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from kwflow.background import hold_in_forks
+from kwflow.blocks import adapters
 from kwflow.blocks.hooks import acting
 from kwflow.blocks.kv import KV, StepCache
 from kwflow.blocks.patterns import eager, eager_mask
 from kwflow.blocks.projections import Adapted, adapting
 from kwflow.errors import BlockError, CallerError, KwargError, UnknownKwarg
-from kwflow.kwargs import lora, prefix_kv, tree
+from kwflow.kwargs import prefix_kv, tree
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bind import PerLayer, bind_kwargs, bind_value
 from kwflow.kwargs.bound import Bound
@@ -149,10 +150,10 @@ class Block:
         for name in list(acts):
             if (at := point_at(name)).projection:
                 at_ends.setdefault(at.projection, {})[at.reached] = acts.pop(name)
-        adapters = lora.by_projection(kwargs)
+        adapted = adapters.by_projection(kwargs)
         return {
-            name: functools.partial(_project, adapter=adapters.get(name), ends=at_ends.get(name, {}), rows=batch_seq)
-            for name in adapters.keys() | at_ends.keys()
+            name: functools.partial(_project, adapter=adapted.get(name), ends=at_ends.get(name, {}), rows=batch_seq)
+            for name in adapted.keys() | at_ends.keys()
         }
 
 
@@ -161,7 +162,7 @@ def _project(
 ) -> Tensor:
     """A projection with what acts at its input, its adapter, and what acts at its output."""
     x = ends["input"](x) if "input" in ends else x
-    out = module(x) if adapter is None else lora.adapt(module, x, adapter, rows)
+    out = module(x) if adapter is None else adapters.adapt(module, x, adapter, rows)
     return ends["output"](out) if "output" in ends else out
 
 

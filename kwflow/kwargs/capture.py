@@ -141,6 +141,13 @@ class Capture:
         picked = torch.gather(values, 1, index.to(values.device))
         return picked if bool(mask.all()) else torch.where(mask, picked, torch.zeros_like(picked))
 
+    def stack(self, point: str) -> Tensor:
+        """(layer, batch, pos, hidden): what was captured at a point, its layers in order."""
+        layers = [layer for name, layer in self._keys if name == point]
+        if not layers:
+            raise KeyError(f"{point!r} was not captured; there are {', '.join(self._layers())}")
+        return torch.stack([self[point, layer] for layer in layers])
+
     @property
     def mask(self) -> Tensor:
         """(batch, pos): whether a row has such a position."""

@@ -29,7 +29,7 @@ class Kwarg:
     layer's entries add up, in order; of another kwarg a layer has one value.
     ``bind``: gives a caller's or a peer's value its axes, checked; None: by the signatures of its spec.
     ``check``: what must hold between it and the rest of a call.
-    ``at_points``: what it does to activations, by point. (``lora.adapt`` acts at projections; what layers take as
+    ``at_points``: what it does to activations, by point. (``blocks.adapters`` acts at projections; what layers take as
     arguments is made by ``prepare``, and keys and values stand in their cache.)
     ``joined``: of several steps into one, in a merged replay: by its axes, by columns, as the first step's, left out.
     ``folds``: variants of a sweep that differ by it are rows of one batch.

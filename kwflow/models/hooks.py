@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kwflow.blocks import adapters
 from kwflow.errors import KwargError
-from kwflow.kwargs import lora, points, prefix_kv
+from kwflow.kwargs import points, prefix_kv
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.builtin import INSIDE, at_points
 from kwflow.kwargs.kwarg import LayerCall
@@ -35,16 +36,16 @@ def edit_hooks(
         layer, layer_kwargs = layers[number], bound.for_layer(number)
         if unknown := layer_kwargs.keys() - INSIDE.keys() - {prefix_kv.NAME} | layer_kwargs.keys() & {"capture"}:
             raise KwargError(f"a Hugging Face model has no kwarg {min(unknown)!r} to compare with")
-        adapters = lora.by_projection(layer_kwargs)
-        handles += _adapter_outputs(layer, adapters, shape)
+        by_projection = adapters.by_projection(layer_kwargs)
+        handles += _adapter_outputs(layer, by_projection, shape)
         acts = at_points(layer_kwargs, LayerCall(number, (shape[0], shape[1]), heads, token_position))
         for name in sorted(acts, key=_order):
             at = points.point_at(name)
             path = at.projection or family.points.get(name, "")  # the layer itself has the others
             hook = on_input if at.reached == "input" else on_output
             handles.append(hook(layer.get_submodule(path), acts[name]))
-        for name, adapter in adapters.items():  # a head's edits come before what scales the projection's input
-            scale = functools.partial(lora.before, adapter=adapter, batch_seq=(shape[0], shape[1]))
+        for name, adapter in by_projection.items():  # a head's edits come before what scales the projection's input
+            scale = functools.partial(adapters.before, adapter=adapter, batch_seq=(shape[0], shape[1]))
             handles.append(on_input(layer.get_submodule(name), scale))
     return handles
 
@@ -57,11 +58,11 @@ def _order(name: str) -> int:
     return list(points.POINTS).index(name)
 
 
-def _adapter_outputs(layer: nn.Module, adapters: Mapping[str, lora.Adapter], shape: torch.Size) -> list[Any]:
-    def hook(adapter: lora.Adapter) -> Any:
-        return lambda _, args, out: lora.after(out, args[0], adapter, (shape[0], shape[1]))
+def _adapter_outputs(layer: nn.Module, by_projection: Mapping[str, adapters.Adapter], shape: torch.Size) -> list[Any]:
+    def hook(adapter: adapters.Adapter) -> Any:
+        return lambda _, args, out: adapters.after(out, args[0], adapter, (shape[0], shape[1]))
 
-    return [layer.get_submodule(name).register_forward_hook(hook(adapter)) for name, adapter in adapters.items()]
+    return [layer.get_submodule(name).register_forward_hook(hook(adapter)) for name, adapter in by_projection.items()]
 
 
 def on_input(module: nn.Module, change: Change) -> Any:

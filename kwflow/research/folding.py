@@ -22,6 +22,8 @@ from kwflow.kwargs.builtin import at_points
 from kwflow.kwargs.kwarg import LayerCall
 from kwflow.kwargs.points import LEAVING
 
+FOLDED = ("value", "strength", "basis")  # what of an edit may differ between the rows of one
+
 
 def signature(bound: Bound, varying: Collection[str]) -> Hashable:
     """What two calls must have in common to fold. ``varying``: the names of the kwargs that differ, all of FOLDS."""
@@ -69,8 +71,9 @@ def _varying_kwargs(bound: Bound, varying: Collection[str]) -> Iterator[tuple[An
 
 
 def _entry_signature(entry: dict[str, Any]) -> Hashable:
-    leaves = _leaf_signature(entry["value"]), _leaf_signature(entry["strength"])
-    return entry["kind"], entry["point"], tuple(entry.get("heads", ())), *leaves
+    leaves = [_leaf_signature(entry[key]) for key in FOLDED if key in entry]
+    chosen = tuple(entry.get("heads", ())), tuple(entry.get("dims", ()))
+    return entry["kind"], entry["point"], chosen, *leaves
 
 
 def _leaf_signature(leaf: Axed | float) -> Hashable:
@@ -89,7 +92,7 @@ def _fold_values(values: Sequence[Any], batch: int, seq: int) -> Any:
 def _fold_entries(entries: Sequence[dict[str, Any]], batch: int, seq: int) -> dict[str, Any]:
     """One entry of each variant as one: where an entry says no columns, it acts at all of them."""
     folded = dict(entries[0])
-    for key in ("value", "strength"):
+    for key in folded.keys() & set(FOLDED):
         folded[key] = _side_by_side([entry[key] for entry in entries], batch)
     if any(entry.get("at") is not None for entry in entries):
         all_columns = Axed(torch.arange(seq)[None], ("batch", "seq"))

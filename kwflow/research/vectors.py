@@ -17,8 +17,9 @@ from torch import Tensor
 from kwflow.autograd.transforms import in_forward_mode, is_wrapped
 from kwflow.errors import KwargError, ShapeError, SpanError
 from kwflow.kwargs.axes import describe
-from kwflow.kwargs.edit import Edit, add, project_out
+from kwflow.kwargs.edit import Edit
 from kwflow.kwargs.points import EDITED, no_point, numbers, takes_edits
+from kwflow.research.edits import add, project_out
 
 
 @dataclass(frozen=True, eq=False, repr=False)

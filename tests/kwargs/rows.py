@@ -95,6 +95,47 @@ def projected_out(place: Place) -> list[Hook]:
     return [behind(place, place.module("resid"), lambda y: torch.where(real, project(y), y))]
 
 
+def clamped(place: Place) -> list[Hook]:
+    """Some dims of the residual stream from below, all of attention's output from above, at one token and at all."""
+    first = place.where(lambda position, _: position == 0)[..., None]
+    real = place.mask.bool()[..., None]
+    some = torch.zeros(D, dtype=torch.bool)
+    some[[1, 5]] = True
+
+    def floor(y: Tensor) -> Tensor:
+        low = place.x["l"][:, None, None].to(y.dtype)
+        return torch.where(first & some, torch.maximum(y, low), y)
+
+    def ceiling(y: Tensor) -> Tensor:
+        return torch.where(real, torch.minimum(y, place.x["h"][:, None, None].to(y.dtype)), y)
+
+    return [behind(place, place.module("resid"), floor), before(place, place.module("head"), ceiling)]
+
+
+def component(place: Place) -> list[Hook]:
+    real = place.mask.bool()[..., None]
+
+    def set_to(y: Tensor) -> Tensor:
+        wide = torch.promote_types(y.dtype, torch.float32)
+        d, to = place.x["d"][:, None].to(y.dtype).to(wide), place.x["c"][:, None, None].to(wide)
+        unit = d / (d * d).sum(-1, keepdim=True).sqrt()
+        return torch.where(real, y + ((to - (y.to(wide) * unit).sum(-1, keepdim=True)) * unit).to(y.dtype), y)
+
+    return [behind(place, place.module("resid"), set_to)]
+
+
+def rotated(place: Place) -> list[Hook]:
+    last = place.where(lambda position, prompt: position == prompt - 1)[..., None]
+
+    def swap_in(y: Tensor) -> Tensor:
+        wide = torch.promote_types(y.dtype, torch.float32)
+        source, basis = (place.x[name].to(y.dtype).to(wide) for name in "sR")
+        inside = (source[:, None] - y.to(wide)) @ basis
+        return torch.where(last, y + (inside @ basis.mT).to(y.dtype), y)
+
+    return [behind(place, place.module("resid"), swap_in)]
+
+
 def edits(make: Callable[[Given, int], Any]) -> Callable[[Given], dict[str, Any]]:
     return lambda given: {"edit": [make(given, layer) for layer in given.layers]}
 
@@ -158,14 +199,21 @@ def factors(place: Place) -> list[Hook]:
     ]
 
 
+def edited_ends(family: str) -> tuple[str, str]:
+    """Two projections of the call's own tokens: deepseek's kv_b_proj takes all keys so far. Not the first: nothing
+    hangs on what is added to all keys alike."""
+    own = [name for name in everywhere(family) if not name.endswith("kv_b_proj")]
+    return own[-2], own[-1]
+
+
 def ends_sizes(family: str) -> dict[str, tuple[int, ...]]:
-    """Of the last projection's input, and the output of the one before: nothing hangs on what is added to all keys."""
-    features, (before_last, last) = span(family, 0, L).schema.projections, everywhere(family)[-2:]
+    """Of the last projection's input, and the output of the one before."""
+    features, (before_last, last) = span(family, 0, L).schema.projections, edited_ends(family)
     return {"i": (features[last][0],), "o": (features[before_last][1],)}
 
 
 def ends(given: Given) -> dict[str, Any]:
-    before_last, last = everywhere(given.family)[-2:]
+    before_last, last = edited_ends(given.family)
     edited = [
         (
             kf.add(given.tensor("i", "feature", n), n, point=f"{last}.in", at="prompt"),
@@ -177,7 +225,7 @@ def ends(given: Given) -> dict[str, Any]:
 
 
 def at_ends(place: Place) -> list[Hook]:
-    before_last, last = (place.block.get_submodule(name) for name in everywhere(place.family)[-2:])
+    before_last, last = (place.block.get_submodule(name) for name in edited_ends(place.family))
     prompt = place.where(lambda position, prompt: position < prompt)[..., None]
     real = place.mask.bool()[..., None]
 
@@ -329,6 +377,49 @@ ROWS = [
         lambda f: {"d": (D,)},
         edits(lambda g, n: kf.project_out(g.tensor("d", "hidden", n), n)),
         projected_out,
+        exact=False,
+    ),
+    Row(
+        "edit: clamp",
+        "edit",
+        "edits_c",
+        lambda f: {"edit": kf.edits.clamp_min(kf.axes(random(B + 1), "batch"), 1)},
+        lambda f: {"l": (), "h": ()},
+        lambda g: {
+            "edit": [
+                edit
+                for n in g.layers
+                for edit in (
+                    kf.edits.clamp_min(g.tensor("l", "", n), n, dims=[5, 1], at=[0]),
+                    kf.edits.clamp_max(g.tensor("h", "", n), n, point="head"),
+                )
+            ]
+        },
+        clamped,
+    ),
+    Row(
+        "edit: set_component",
+        "edit",
+        "edits_s",
+        lambda f: {"edit": kf.edits.set_component(random(D - 1), 1, to=1.0)},
+        lambda f: {"d": (D,), "c": ()},
+        edits(lambda g, n: kf.edits.set_component(g.tensor("d", "hidden", n), n, to=g.tensor("c", "", n))),
+        component,
+        exact=False,
+    ),
+    Row(
+        "edit: rotate",
+        "edit",
+        "edits_r",
+        lambda f: {"edit": kf.edits.rotate(random(D), 1, basis=random(D - 1, 2))},
+        lambda f: {"s": (D,), "R": (D, 2)},
+        edits(
+            lambda g, n: kf.edits.rotate(
+                g.tensor("s", "hidden", n), n, basis=g.tensor("R", "hidden rank", n), at="prompt[-1]"
+            )
+        ),
+        rotated,
+        spread=0.3,
         exact=False,
     ),
     Row(

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 import kwflow as kf
+from kwflow.blocks import adapters as adapt
 from kwflow.errors import AxesError, KwargError, ShapeError
-from kwflow.kwargs import lora as adapt
 from kwflow.kwargs.bind import bind_kwargs, check_bound
 from kwflow.research.verify import exact_match
 from tests.families.configs import HIDDEN, LAYERS

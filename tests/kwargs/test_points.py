@@ -87,6 +87,14 @@ def test_families_with_neurons() -> None:
 MIXTURES = ("mixtral", "gpt_oss", "flex_olmo", "minimax_m2", "dots1", "deepseek_v2", "deepseek_v3")
 
 
+def test_a_point_of_all_layers_is_one_tensor() -> None:
+    _, acts = flow("llama", TWO).capture({"resid": [3, 1, 0], "attn": [2]}, random(B, S, 32), at=[1, 2])
+    assert_bits(acts.stack("resid"), torch.stack([acts["resid", layer] for layer in (0, 1, 3)]))
+    assert acts.stack("attn").shape == (1, B, 2, 32)
+    with pytest.raises(KeyError, match="'mlp' was not captured; there are resid, attn"):
+        acts.stack("mlp")
+
+
 def test_the_order_at_one_place() -> None:
     """head, then the input of its projection, then the adapters, then the output, then attn."""
     x, v = random(B, S, 32), random(32, seed=3)
