@@ -176,6 +176,8 @@ def check(entry: Any, place: Place) -> dict[str, Any]:
     known, features = {**sizes}, features_of(point_at(name), place.projections)
     known |= {} if features is None else {"feature": features}
     last = point_at(name).features[-1]
+    if "heads" in entry and not point_at(name).by_head:
+        raise KwargError(f"{what}: heads={entry['heads']!r:.60} belong to point='head', not to {name!r}")
     for key, axis in (("heads", "head"), ("dims", last)):
         if key in entry:
             known[axis] = _check_chosen(entry[key], key, known[axis], what)

@@ -10,8 +10,10 @@ from torch import Tensor
 
 import kwflow as kf
 from kwflow.errors import AxesError, KwargError, ShapeError
+from kwflow.kwargs.edit import check
+from kwflow.kwargs.kwarg import Place
 from tests.oracle import assert_bits, assert_close
-from tests.oracle.tiny import TWO, Requests, flow, make_flow, random
+from tests.oracle.tiny import TWO, Requests, flow, make_flow, random, span
 
 D, B, S = 32, 4, 4
 X = random(B, S, D)
@@ -99,9 +101,33 @@ def test_bounds_have_the_gradient_of_clamp() -> None:
     assert bound.grad is not None and hidden.grad is not None and bool((hidden.grad[X > 0.2] == 0).all())
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"heads": [0]}, "heads=.* belong to point='head'"),
+        ({"dims": [True]}, "dims=.*there are dims 0:32"),
+        ({"dims": []}, "dims=.*there are dims 0:32"),
+        ({"dims": {"0": 1}}, "dims="),
+        ({"basis": kf.axes(random(D, 2), "hidden rank")}, "it has no basis"),
+        ({"kind": "rotate"}, "it takes a basis"),
+        ({"kind": "exec"}, "it takes what kf.add"),
+        ({"point": "q_proj.out.x"}, "no point 'q_proj.out.x'"),
+        ({"point": 7}, "no point 7"),
+        ({"code": "x"}, "carries 'code'"),
+    ],
+)
+def test_what_a_peer_sends_is_checked(more: dict[str, Any], words: str) -> None:
+    schema = span("llama", 0, 4).schema
+    place = Place("edit[0]", schema.kwargs["edit"], {**schema.sizes, "batch": B, "seq": S}, schema.projections, True)
+    entry = {"kind": "add", "point": "resid", "value": kf.axes(random(D), "hidden"), "strength": 1.0}
+    check(entry, place)
+    with pytest.raises(KwargError, match=words):
+        check({**entry, **more}, place)
+
+
 def test_what_is_wrong_is_refused_before_anything_is_sent() -> None:
     one = make_flow("llama", TWO)
-    v, basis = random(D), random(D, 2)
+    v = random(D)
     wrong = [
         (kf.add(v, 1, dims=[0, 1]), ShapeError, "hidden = 32, expected 2"),
         (kf.scale(0.0, 1, dims=[D]), KwargError, r"kf.scale: dims=\[32\]; there are dims 0:32"),
@@ -123,4 +149,3 @@ def test_what_is_wrong_is_refused_before_anything_is_sent() -> None:
         with pytest.raises(TypeError, match="neurons"):
             kf.scale(0.0, 1, neurons=[3])  # type: ignore[call-arg]
         assert not len(requests)
-    assert basis.shape == (D, 2)

@@ -38,6 +38,7 @@ MASK = left_padded(PADS, S)
 V, W = random(D, seed=1), random(D, seed=2)
 ROWS, COLUMNS = kf.axes(random(B, D, seed=3), "batch hidden"), kf.axes(random(S, D, seed=4), "seq hidden")
 HEAD = random(HEADS, D // HEADS, seed=5)
+BASIS = torch.linalg.qr(random(D, 4, seed=12))[0]
 
 
 def places(count: int, seed: int) -> Any:
@@ -77,6 +78,15 @@ VARIANTS: dict[Any, dict[str, Any]] = {
     "attn and resid": {"edit": [kf.add(V, 2), kf.add(W, 2, point="attn")]},
     "heads": {"edit": [kf.put(HEAD[:2], 1, point="head", heads=[0, 2])]},
     "heads, others": {"edit": [kf.put(HEAD[1:3], 1, point="head", heads=[0, 2])]},
+    "neurons": {"edit": [kf.scale(0.0, 2, point="neuron", dims=[3, 7])]},
+    "neurons, stronger": {"edit": [kf.scale(2.0, 2, point="neuron", dims=[3, 7])]},
+    "dims": {"edit": [kf.add(V[:2], 1, dims=[0, 9])]},
+    "dims, others": {"edit": [kf.add(V[:2], 1, dims=[1, 9])]},
+    "rotate": {"edit": [kf.edits.rotate(V, 1, basis=BASIS[:, :2])]},
+    "rotate, others": {"edit": [kf.edits.rotate(W, 1, basis=BASIS[:, 2:])]},
+    "component": {"edit": [kf.edits.set_component(V, 1, to=1.0)]},
+    "component, others": {"edit": [kf.edits.set_component(W, 1, to=-2.0)]},
+    "clamp": {"edit": [kf.edits.clamp_min(0.0, 1), kf.edits.clamp_max(0.5, 1)]},
     "embed": {"edit": [kf.add(V, point="embed")]},
     "resid_pre": {"edit": [kf.scale(0.7, 2, point="resid_pre")]},
     "head mask": {"head_mask": {2: torch.tensor([1.0, 0, 1, 0])}},
