@@ -24,8 +24,8 @@ from torch import Tensor
 
 import kwflow as kf
 from kwflow.errors import KwflowError
-from tests import tiny
 from tests.families.configs import CONFIGS, config
+from tests.oracle import tiny
 
 BATCHES, ROWS = (2, 4, 8), 8
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}  # of a mixture's config

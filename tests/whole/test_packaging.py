@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -129,6 +130,12 @@ def test_make_knows_its_targets() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("[!_]*.py")), ids=lambda path: path.stem)
+def test_every_benchmark_can_be_loaded(path: Path) -> None:
+    """What moves in the code or the tests moves there too; what they measure is not run here."""
+    importlib.import_module(f"benchmarks.{path.stem}")
+
+
 def test_the_wheel_holds_every_module_and_py_typed(tmp_path: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(ROOT / "kwflow", source / "kwflow", ignore=shutil.ignore_patterns("__pycache__"))
