@@ -234,7 +234,7 @@ def _tensors_of(value: Any) -> Any:
     if isinstance(value, PerLayer):
         return dict(value.values)
     if isinstance(value, Edit):
-        return [list(value.values.values()), value.strength]
+        return [list(value.values.values()), value.strength, value.basis]
     if isinstance(value, Capture):
         return None
     return [_tensors_of(one) for one in value] if isinstance(value, list | tuple) else value

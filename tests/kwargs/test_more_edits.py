@@ -13,7 +13,7 @@ from kwflow.errors import AxesError, KwargError, ShapeError
 from kwflow.kwargs.edit import check
 from kwflow.kwargs.kwarg import Place
 from tests.oracle import assert_bits, assert_close
-from tests.oracle.tiny import TWO, Requests, flow, make_flow, random, span
+from tests.oracle.tiny import TWO, Requests, flow, folder, ids, make_flow, random, span
 
 D, B, S = 32, 4, 4
 X = random(B, S, D)
@@ -91,6 +91,22 @@ def test_a_rotation_is_learned() -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0]
+
+
+def test_a_model_that_keeps_keys_learns_any_tensor_of_an_edit() -> None:
+    """With all of the model frozen: what requires grad in the edit says that this is no session."""
+    own = make_flow("llama", TWO, own_ends=True)
+    model = kf.AutoDistributedModelForCausalLM.from_pretrained(folder("llama"), flow=own).requires_grad_(False)
+    basis, v, to = torch.linalg.qr(random(D, 2))[0], random(D), torch.tensor(0.5)
+    for leaf, edit in (
+        (v, lambda leaf: kf.add(leaf, 1)),
+        (basis, lambda leaf: kf.edits.rotate(v, 1, basis=leaf)),
+        (to, lambda leaf: kf.edits.set_component(v, 1, to=leaf)),
+    ):
+        wanted = leaf.clone().requires_grad_()
+        logits = model(input_ids=ids(2, 5), use_cache=True, edit=edit(wanted)).logits
+        (gradient,) = torch.autograd.grad(logits.square().sum(), wanted)
+        assert bool((gradient != 0).any())
 
 
 def test_bounds_have_the_gradient_of_clamp() -> None:
