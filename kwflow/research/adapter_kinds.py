@@ -1,16 +1,15 @@
-"""The kinds of adapters that PEFT trains and kwflow's kwargs carry: LoRA, IA3, prefix tuning, prompt tuning.
+"""What an adapter is, and the kinds that are no matrices: IA3, BEFT, prefix tuning and cartridges, prompt and P-tuning.
 
-Each holds PEFT's tensors under PEFT's names, and gives them as kwargs of a call. See ``kwflow.adapters``.
+Each holds PEFT's tensors under PEFT's names, and gives them as kwargs of a call. See ``kwflow.research.adapters``; the
+kinds that come to two narrow matrices are in ``kwflow.research.adapter_low_rank``.
 """
 
-# L layers, P virtual tokens, D hidden, R rank, I in, O out
+# L layers, P virtual tokens, D hidden, O out
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -21,7 +20,9 @@ from kwflow.client.flow import Flow
 from kwflow.client.inputs import token_ids
 from kwflow.errors import ModelError, UnsupportedError
 from kwflow.kwargs.axes import axes, describe
-from kwflow.kwargs.bind import PerLayer, per_layer
+from kwflow.kwargs.bind import per_layer
+from kwflow.kwargs.edit import Edit
+from kwflow.research.edits import add
 from kwflow.research.peft_files import PROMPTS, Saved, place, write_folder
 
 
@@ -37,6 +38,7 @@ class Adapter(Mapping[str, Any]):
     """
 
     kwarg: ClassVar[str]
+    fixed: ClassVar[tuple[str, ...]] = ()  # names of tensors that are not trained
 
     def __init__(self, saved: Saved):
         self.where, self.config, self.tensors = saved.where, saved.config, saved.tensors
@@ -60,14 +62,18 @@ class Adapter(Mapping[str, Any]):
         return 1
 
     def parameters(self) -> list[Tensor]:
-        """The tensors, for an optimizer."""
-        return list(self.tensors.values())
+        """The tensors that are trained, for an optimizer."""
+        return [tensor for name, tensor in self.tensors.items() if name not in self.fixed]
 
     def requires_grad_(self, requires_grad: bool = True) -> Adapter:
         """Train the tensors, or no longer."""
-        for tensor in self.tensors.values():
+        for tensor in self.parameters():
             tensor.requires_grad_(requires_grad)
         return self
+
+    def delta_weights(self) -> dict[str, Tensor]:
+        """What a merge would add to the base model's weights, by their names there; of what adds low-rank matrices."""
+        raise UnsupportedError(f"{type(self).__name__} adds nothing to weights that could be said without having them")
 
     def save(self, folder: str | os.PathLike[str], base_model: str | None = None) -> None:
         """Write a folder that ``PeftModel.from_pretrained`` reads; ``base_model``: the name of the model it is for."""
@@ -91,9 +97,9 @@ class Projected(Adapter):
     def __init__(self, saved: Saved):
         super().__init__(saved)
         names = [name for name in saved.tensors if name.endswith(self.suffixes)]
-        if unknown := saved.tensors.keys() - set(names):
+        if unknown := saved.tensors.keys() - set(names) - set(self.fixed):
             name = min(unknown)
-            place(re.split(r"\.(?:lora|ia3)_", name)[0], self.where)  # an embedding is said to be one
+            place(re.split(r"\.(?:lora|ia3|vera|hada|lokr|beft)_", name)[0], self.where)  # of an embedding it says so
             raise UnsupportedError(f"{self.where} holds {name!r}, which is not carried: {', '.join(self.suffixes)} are")
         modules = dict.fromkeys(name.removesuffix(end) for name in names for end in self.suffixes if name.endswith(end))
         if not modules:
@@ -104,8 +110,12 @@ class Projected(Adapter):
                 f"{self.where} adapts layers of {' and of '.join(map(repr, lists))}; a flow has one list"
             )
         for module in self.modules:
-            if missing := [end for end in self.suffixes if module + end not in self.tensors]:
-                raise ModelError(f"{self.where} has no tensor {module + missing[0]!r}")
+            if missing := self.missing(module):
+                raise ModelError(f"{self.where} has no tensor {module + missing!r}")
+
+    def missing(self, module: str) -> str | None:
+        """The end of the name of a tensor that ``module`` must have and does not."""
+        return next((end for end in self.suffixes if module + end not in self.tensors), None)
 
     def part(self, module: str) -> Any:
         """What one layer's kwarg has for the projection ``module``."""
@@ -118,10 +128,10 @@ class Projected(Adapter):
             parts.setdefault(at.layer, {})[at.projection] = self.part(module)
         return dict(sorted(parts.items()))
 
-    def value(self) -> PerLayer:
+    def value(self) -> Any:
         return self.at_layers(at.layer for at in self.modules.values())[self.kwarg]
 
-    def at_layers(self, layers: Iterable[int]) -> dict[str, PerLayer]:
+    def at_layers(self, layers: Iterable[int]) -> dict[str, Any]:
         """The kwargs of some layers, for a slice of a flow: ``flow[3:7](hidden, **adapter.at_layers(range(3, 7)))``."""
         chosen = set(layers)
         return per_layer({layer: {self.kwarg: value} for layer, value in self.by_layer().items() if layer in chosen})
@@ -132,79 +142,6 @@ class Projected(Adapter):
         layers_text = f"{layers[0]}:{layers[-1] + 1}" if whole else ", ".join(map(str, layers))
         projections = dict.fromkeys(at.projection for at in self.modules.values())
         return f"{', '.join(projections)} of layers {layers_text}"
-
-
-class LoRA(Projected):
-    """Low-rank adapters (Hu et al. 2021): the kwarg ``lora``. Its dropout is left out, as it is in PEFT's eval mode."""
-
-    kwarg, suffixes = "lora", (".lora_A.weight", ".lora_B.weight")
-
-    def __init__(self, saved: Saved):
-        super().__init__(saved)
-        self.scales = {module: self._scale(module) for module in self.modules}
-        if any(saved.scales.get(module, scale) != scale for module, scale in self.scales.items()):
-            self.scales = {module: saved.scales.get(module, scale) for module, scale in self.scales.items()}
-            ranks = {module: len(self._sides(module)[0]) for module in self.modules}
-            self.config = {**self.config, **scaling(ranks, self.scales)}
-
-    def _sides(self, module: str) -> tuple[Tensor, Tensor]:
-        return self.tensors[f"{module}.lora_A.weight"], self.tensors[f"{module}.lora_B.weight"]
-
-    def _scale(self, module: str) -> float:
-        """alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski 2023), of the module's own pattern or of all."""
-        A_RI, B_OR = self._sides(module)
-        rank, alpha = (
-            self._pattern_value("rank_pattern", module, "r"),
-            self._pattern_value("alpha_pattern", module, "lora_alpha"),
-        )
-        if A_RI.dim() != 2 or B_OR.dim() != 2 or not 0 < A_RI.shape[0] == B_OR.shape[1] == rank:
-            raise ModelError(
-                f"{self.where}: {module} has A {describe(A_RI)} and B {describe(B_OR)}; its config says rank {rank}"
-            )
-        if not isinstance(alpha, int | float):
-            raise ModelError(f"{self.where}: the config's lora_alpha is {alpha!r:.40}")
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-
-    def _pattern_value(self, patterns: str, module: str, default: str) -> Any:
-        """The value of the first pattern that fits the end of a module's name, as PEFT finds it."""
-        try:
-            for end, value in (self.config.get(patterns) or {}).items():
-                if re.match(rf"(.*\.)?({end})$", module):
-                    return value
-        except (AttributeError, re.error) as error:
-            raise ModelError(f"{self.where}: {patterns} is not a dict of regular expressions: {error}") from error
-        return self.config.get(default)
-
-    def part(self, module: str) -> dict[str, Any]:
-        A_RI, B_OR = self._sides(module)
-        return {"A": A_RI, "B": B_OR, "scale": self.scales[module]}
-
-    def _summary(self) -> str:
-        ranks = sorted({len(self._sides(module)[0]) for module in self.modules})
-        scales = sorted(set(self.scales.values()))
-        dropout = self.config.get("lora_dropout")
-        dropout_note = f", lora_dropout {dropout} left out as in eval mode" if dropout else ""
-        scale = ", ".join(f"{scale:g}" for scale in scales)
-        return f"{super()._summary()}, rank {', '.join(map(str, ranks))}, scale {scale}{dropout_note}"
-
-
-def scaling(ranks: Mapping[str, int], scales: Mapping[str, float]) -> dict[str, Any]:
-    """What a LoRA's config says of its modules' ranks and scales."""
-    alphas = {module: _alpha(scales[module], rank) for module, rank in ranks.items()}
-    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    return {
-        "r": rank,
-        "lora_alpha": alpha,
-        "rank_pattern": {re.escape(module): value for module, value in ranks.items() if value != rank},
-        "alpha_pattern": {re.escape(module): value for module, value in alphas.items() if value != alpha},
-        "use_rslora": False,
-    }
-
-
-def _alpha(scale: float, rank: int) -> float:
-    """The alpha that gives the scale; PEFT's are whole numbers where they can be."""
-    whole = round(scale * rank) if math.isfinite(scale) else scale
-    return whole if whole / rank == scale else scale * rank
 
 
 class IA3(Projected):
@@ -219,8 +156,33 @@ class IA3(Projected):
         return axes(tensor.flatten(), "out" if tensor.shape[1] == 1 else "in")
 
 
+class BEFT(Projected):
+    """Biases added to what projections give (BEFT, arXiv:2509.15974): entries of ``edit``, behind ``lora`` and ``ia3``.
+
+    With edits of your own: ``flow(**x, edit=[*adapter["edit"], kf.add(…)])``.
+    """
+
+    kwarg, suffixes = "edit", (".beft_bias",)
+
+    def part(self, module: str) -> Tensor:
+        tensor = self.tensors[f"{module}.beft_bias"]
+        if tensor.dim() != 2 or len(tensor) != 1:
+            raise ModelError(f"{self.where}: {module}.beft_bias is {describe(tensor)}; PEFT's are (1, out)")
+        return tensor[0]
+
+    def at_layers(self, layers: Iterable[int]) -> dict[str, list[Edit]]:
+        chosen, biases = set(layers), dict[str, dict[int, Tensor]]()
+        for layer, projections in self.by_layer().items():
+            for projection, bias in projections.items():
+                if layer in chosen:
+                    biases.setdefault(projection, {})[layer] = bias
+        return {"edit": [add(by_layer, point=f"{projection}.out") for projection, by_layer in biases.items()]}
+
+
 class Prefix(Adapter):
     """Prefix tuning (Li & Liang 2021): keys and values before the first column: the kwarg ``prefix_kv``.
+
+    Cartridges (Eyuboglu et al. 2025) are the same; of their first tokens, the frozen ones, no gradient is taken.
 
     Positions start behind them: ``x = flow.inputs(texts, prefix=adapter.length)``.
     """
@@ -233,17 +195,22 @@ class Prefix(Adapter):
         sizes: list[Any] = [config.get(name) for name in ("num_layers", "num_attention_heads", "token_dim")]
         layers, heads, token_dim = sizes if all(type(size) is int and size > 0 for size in sizes) else (0, 1, 0)
         self.layers: int = layers
+        self.frozen: Any = config.get("num_frozen_tokens") or 0
+        if type(self.frozen) is not int or not 0 <= self.frozen <= self.length:
+            raise ModelError(f"{self.where}: num_frozen_tokens is {self.frozen!r:.40}, of {self.length} tokens")
         if not layers or token_dim % heads or width != 2 * layers * token_dim:
             raise ModelError(
                 f"{self.where}: {PROMPTS} is {describe(self.tensors[PROMPTS])}, its config says num_layers, "
                 f"num_attention_heads and token_dim {sizes}"
             )
         # what was projected is saved as what it projects to
-        self.config = {**config, "prefix_projection": False}
+        self.config = {**config, "prefix_projection": False} if "prefix_projection" in config else config
 
     def value(self) -> dict[str, Tensor]:
-        heads = self.config["num_attention_heads"]
-        by_head = self.tensors[PROMPTS].reshape(self.length, self.layers, 2, heads, -1)
+        heads, prompts = self.config["num_attention_heads"], self.tensors[PROMPTS]
+        if self.frozen:
+            prompts = torch.cat([prompts[: self.frozen].detach(), prompts[self.frozen :]])
+        by_head = prompts.reshape(self.length, self.layers, 2, heads, -1)
         keys, values = by_head.permute(2, 1, 3, 0, 4)[:, :, None]  # layer, one row for all, head, token, head_dim
         return {"k": keys, "v": values}
 
@@ -253,6 +220,8 @@ class Prefix(Adapter):
 
 class Prompt(Adapter):
     """Prompt tuning (Lester et al. 2021): vectors that stand before the text as if they were tokens' embeddings.
+
+    P-tuning (Liu et al. 2021) is the same, as PEFT saves it: what its encoder made of them.
 
         x = adapter.inputs(flow, ["Hello", "The weather"])          # hidden has adapter.length columns more
         out = flow(**x)[:, adapter.length :]
@@ -301,6 +270,3 @@ def _prompts(saved: Saved) -> tuple[int, int]:
             f"{saved.where}: {PROMPTS} is {describe(prompts)}, its config says num_virtual_tokens {tokens}"
         )
     return prompts.shape[0], prompts.shape[1]
-
-
-KINDS: dict[str, type[Adapter]] = {"LORA": LoRA, "IA3": IA3, "PREFIX_TUNING": Prefix, "PROMPT_TUNING": Prompt}

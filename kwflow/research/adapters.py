@@ -1,15 +1,20 @@
-"""PEFT's adapters as kwargs of a call: read from a folder or a live model, trained, joined by row, written back.
+"""PEFT's adapters as kwargs of a call: made anew, read from a folder or a live model, trained, by row, written.
 
+    adapter = kf.adapters.new("lora", flow, targets=["q_proj", "v_proj"], rank=4)       # to be trained from nothing
     adapter = kf.adapters.read("my-lora")                  # or a live PeftModel; print(adapter) says what it holds
     out = flow(**x, **adapter)                             # also in sessions and in model.generate(**inputs, **adapter)
     out = flow(**x, **kf.adapters.rows([adapter, other, None, adapter]))      # each row its own, or none
     loss(flow(**x, **adapter.requires_grad_())).backward() # adapter.parameters() for an optimizer
     adapter.save("my-lora-further")                        # PeftModel.from_pretrained reads it
+    tasks = kf.adapters.new("ia3", flow, targets="v_proj", tasks=3)           # rows; tasks.take([0, 2, None, 0])
+    tasks.save("tasks"), kf.adapters.read_rows("tasks")    # a subfolder for each
     kf.adapters.write("mine", {"lora": lora}, flow=flow)   # what was trained as plain tensors
 
-LoRA (alpha / r or rsLoRA, patterns of ranks and alphas, some layers only), IA3, prefix tuning, prompt tuning. What
+LoRA (alpha / r or rsLoRA, patterns of ranks and alphas, some layers only), AdaLoRA, VeRA, LoHa, LoKr, IA3, BEFT, prefix
+tuning, cartridges, prompt tuning, P-tuning: ``kwflow.research.peft_types`` has a row for every type of PEFT's. What
 cannot be carried is refused by name. Dropout is left out, as it is in PEFT's eval mode. Only PEFT's file formats are
-used: peft need not be there.
+used: peft need not be there. The base model is never changed, so nothing is merged or unloaded: a call without the
+adapter is the base model's, and ``adapter.delta_weights()`` is what a merge would add.
 """
 
 # L layers, K key and value, H heads, P virtual tokens, D head_dim
@@ -25,32 +30,25 @@ from torch import Tensor
 
 from kwflow.client.flow import Flow
 from kwflow.errors import KwargError
+from kwflow.research.adapter_kinds import BEFT as BEFT
 from kwflow.research.adapter_kinds import IA3 as IA3
-from kwflow.research.adapter_kinds import KINDS, scaling
 from kwflow.research.adapter_kinds import Adapter as Adapter
-from kwflow.research.adapter_kinds import LoRA as LoRA
 from kwflow.research.adapter_kinds import Prefix as Prefix
 from kwflow.research.adapter_kinds import Prompt as Prompt
+from kwflow.research.adapter_low_rank import AdaLoRA as AdaLoRA
+from kwflow.research.adapter_low_rank import LoHa as LoHa
+from kwflow.research.adapter_low_rank import LoKr as LoKr
+from kwflow.research.adapter_low_rank import LoRA as LoRA
+from kwflow.research.adapter_low_rank import VeRA as VeRA
+from kwflow.research.adapter_low_rank import scaling
+from kwflow.research.adapter_reading import KINDS
+from kwflow.research.adapter_reading import read as read
 from kwflow.research.adapter_rows import Rows as Rows
+from kwflow.research.adapter_rows import read_rows as read_rows
 from kwflow.research.adapter_rows import rows as rows
-from kwflow.research.peft_files import PROMPTS, Saved, check, read_folder, read_model
-
-
-def read(source: Any, adapter: str | None = None) -> Adapter:
-    """Read an adapter from a folder that PEFT's ``save_pretrained`` wrote, or copy it from a live model.
-
-    ``adapter``: which one of a live model's; the active one. Raises ModelError for a folder that is broken or holds a
-    pickle, UnsupportedError that names what is not carried, and why.
-    """
-    if isinstance(source, str | os.PathLike):
-        if adapter is not None:
-            raise KwargError("adapter= names one of a live model's; a folder holds one (others are in its subfolders)")
-        saved = read_folder(source)
-    elif hasattr(source, "peft_config") and hasattr(source, "state_dict"):
-        saved = read_model(source, adapter)
-    else:
-        raise KwargError(f"kf.adapters.read got a {type(source).__name__}; it takes a folder, or a model with adapters")
-    return KINDS[check(saved)](saved)
+from kwflow.research.new_adapters import base_config
+from kwflow.research.new_adapters import new as new
+from kwflow.research.peft_files import PROMPTS, Saved
 
 
 def write(
@@ -60,18 +58,16 @@ def write(
     flow: Flow | None = None,
     base_model: str | None = None,
 ) -> None:
-    """Write an Adapter, or the kwarg ``lora``, ``ia3`` or ``prefix_kv``, as PEFT does.
+    """Write an Adapter, Rows of them (into subfolders), or the kwarg ``lora``, ``ia3`` or ``prefix_kv``, as PEFT does.
 
         kf.adapters.write("mine", {"lora": {"q_proj": {"A": A, "B": B, "scale": 2.0}}}, flow=flow)
 
     ``flow``: for kwargs, over all layers; it knows the layers' and projections' names. ``base_model``: the name of the
     model it is for. ``PeftModel.from_pretrained(local_model, folder)`` computes the same; read again, the tensors are
-    the same to the bit. Raises KwargError for what PEFT has no place for: a row's own, several kwargs.
+    the same to the bit. Raises KwargError for what PEFT has no place for: a kwarg with a row's own, several kwargs.
     """
-    if isinstance(kwargs, Adapter):
+    if isinstance(kwargs, Adapter | Rows):
         return kwargs.save(folder, base_model)
-    if isinstance(kwargs, Rows):
-        raise KwargError("PEFT's folders hold one adapter each; write each of the rows' adapters")
     if flow is None:
         raise KwargError(
             "kwargs do not say the names of the model's layers: kf.adapters.write(folder, kwargs, flow=flow)"
@@ -97,8 +93,7 @@ def _from_kwargs(flow: Flow, kwargs: Mapping[str, Any]) -> Adapter:
     [name] = present
     by_layer = {layer: bound.for_layer(layer).get(name) or {} for layer in range(flow.stop)}
     config, tensors = makers[name](by_layer, ends)
-    base_config = {"base_model_name_or_path": os.fspath(ends.folder), "task_type": "CAUSAL_LM", "inference_mode": True}
-    return KINDS[config["peft_type"]](Saved(f"the kwarg {name}", {**base_config, **config}, tensors))
+    return KINDS[config["peft_type"]](Saved(f"the kwarg {name}", {**base_config(ends), **config}, tensors))
 
 
 ConfigAndTensors = tuple[dict[str, Any], dict[str, Tensor]]  # an adapter's config and tensors
@@ -112,7 +107,7 @@ def _from_lora(by_layer: Mapping[int, Any], ends: Any) -> ConfigAndTensors:
         if not isinstance(parts["scale"], float):
             raise KwargError(f"lora of {module}: its scale is a tensor; PEFT has a number for each module")
         ranks[module], scales[module] = len(tensors[f"{module}.lora_A.weight"]), parts["scale"]
-    config = {"peft_type": "LORA", "target_modules": list(ranks), "fan_in_fan_out": _conv1d(ends)}
+    config = {"peft_type": "LORA", "target_modules": list(ranks)}
     return {**config, **scaling(ranks, scales)}, tensors
 
 
@@ -125,7 +120,7 @@ def _from_ia3(by_layer: Mapping[int, Any], ends: Any) -> ConfigAndTensors:
         tensors[f"{module}.ia3_l"] = vector[None] if "in" in leaf.axes else vector[:, None]
     modules = [name.removesuffix(".ia3_l") for name in tensors]
     config = {"peft_type": "IA3", "target_modules": modules, "feedforward_modules": feedforward}
-    return {**config, "fan_in_fan_out": _conv1d(ends)}, tensors
+    return {**config}, tensors
 
 
 def _from_prefix(by_layer: Mapping[int, Any], ends: Any) -> ConfigAndTensors:
@@ -149,8 +144,3 @@ def _without_rows(leaf: Any, module: str) -> Tensor:
     if isinstance(leaf, Mapping) or {"batch", "adapter"} & set(leaf.axes):
         raise KwargError(f"{module}: what differs by row has no place in PEFT's folders; write each adapter by itself")
     return leaf.tensor.detach().clone()
-
-
-def _conv1d(ends: Any) -> bool:
-    """Whether projections hold their weights the other way round, which PEFT wants to be told."""
-    return ends.config.model_type == "gpt2"

@@ -18,28 +18,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kwflow.errors import KwargError, ModelError, UnsupportedError, did_you_mean
+from kwflow.research.peft_types import CARRIED, REFUSED
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
+WHOLE = "base_model."  # what is the whole model's stands there, as VeRA's projections do
 PROMPTS = "prompt_embeddings"  # the one tensor of prefix and prompt tuning
+_ADAPTING = ("lora_", "ia3_", "vera_", "hada_", "lokr_", "beft_")  # what names of adapters' tensors begin with
 
 # what a config may say of any adapter without a bearing on what it computes
 _IGNORED = {
     *("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "task_type"),
     *("inference_mode", "target_modules", "exclude_modules"),
-}
-_PROMPT = {"num_virtual_tokens", "token_dim", "num_attention_heads", "num_layers"}
-KNOWN: dict[str, set[str]] = {
-    "LORA": {
-        *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "lora_dropout"),
-        *("layers_to_transform", "layers_pattern", "init_lora_weights", "eva_config", "qalora_group_size"),
-        *("megatron_core", "ensure_weight_tying"),
-    },
-    "IA3": {"feedforward_modules", "fan_in_fan_out", "init_ia3_weights"},
-    "PREFIX_TUNING": {*_PROMPT, "encoder_hidden_size", "prefix_projection", "init_weights"},
-    "PROMPT_TUNING": {
-        *(*_PROMPT, "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path", "tokenizer_kwargs"),
-    },
 }
 _DEFAULTS = {"bias": "none", "num_transformer_submodules": 1}  # what these say when they say nothing
 _INITS = (None, True, False, "gaussian", "orthogonal", "eva", "mica")  # that leave the base weights alone
@@ -92,11 +82,12 @@ def check(saved: Saved) -> str:
     """The kind of an adapter. Raises UnsupportedError that names what is not carried, and why."""
     config, where = saved.config, saved.where
     kind = str(config.get("peft_type"))
-    if kind not in KNOWN:
-        hint = did_you_mean(kind, KNOWN)
-        raise UnsupportedError(f"{where} is of peft_type {kind!r}; carried are {', '.join(KNOWN)}.{hint}")
+    if kind not in CARRIED:
+        why = f": {REFUSED[kind]}" if kind in REFUSED else ""
+        hint = did_you_mean(kind, CARRIED) if not why else ""
+        raise UnsupportedError(f"{where} is of peft_type {kind!r:.40}{why}; carried are {', '.join(CARRIED)}.{hint}")
     for name, value in config.items():
-        if name not in _IGNORED | KNOWN[kind] and value and value != _DEFAULTS.get(name):
+        if name not in _IGNORED | CARRIED[kind].keys and value and value != _DEFAULTS.get(name):
             raise UnsupportedError(f"{where} has {name}={value!r:.60}: {_WHY.get(name, _NOT_KNOWN)}")
     if config.get("init_lora_weights") not in _INITS:
         raise UnsupportedError(
@@ -117,7 +108,11 @@ def read_folder(folder: str | os.PathLike[str]) -> Saved:
 
     path = Path(folder)
     if not (path / CONFIG).is_file():
-        raise ModelError(f"{os.fspath(folder)!r} has no {CONFIG}; give a folder that PEFT's save_pretrained wrote")
+        within = numbered(path)
+        hint = "give a folder that PEFT's save_pretrained wrote"
+        if within:
+            hint = f"it holds {len(within)} adapters: kf.adapters.read_rows(folder)"
+        raise ModelError(f"{os.fspath(folder)!r} has no {CONFIG}; {hint}")
     if not (path / WEIGHTS).is_file():
         pickled = f"; {PICKLE} is a pickle, which may run any code: save it anew, as safetensors"
         raise ModelError(f"{path} has no {WEIGHTS}{pickled if (path / PICKLE).exists() else ''}")
@@ -132,6 +127,15 @@ def read_folder(folder: str | os.PathLike[str]) -> Saved:
     return Saved(str(path), config, {name.removeprefix(PREFIX): tensor.clone() for name, tensor in tensors.items()})
 
 
+def numbered(folder: str | os.PathLike[str]) -> list[Path]:
+    """The subfolders ``0``, ``1``, … that hold an adapter each."""
+    path, number, found = Path(folder), 0, list[Path]()
+    while (path / str(number) / CONFIG).is_file():
+        found.append(path / str(number))
+        number += 1
+    return found
+
+
 def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write what ``PeftModel.from_pretrained`` reads."""
     from safetensors.torch import save_file
@@ -140,8 +144,9 @@ def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tens
     path.mkdir(parents=True, exist_ok=True)
     # not sort_keys: of patterns that fit one module, the first one counts
     (path / CONFIG).write_text(json.dumps(dict(sorted(config.items())), indent=2) + "\n")
-    prefix = "" if PROMPTS in tensors else PREFIX
-    prefixed = {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    whole = (PROMPTS, WHOLE)
+    named = {name if name.startswith(whole) else PREFIX + name: tensor for name, tensor in tensors.items()}
+    prefixed = {name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}
     save_file(prefixed, path / WEIGHTS, metadata={"format": "pt"})
 
 
@@ -155,22 +160,24 @@ def read_model(model: Any, name: str | None) -> Saved:
     if name not in configs:
         raise KwargError(f"{type(model).__name__} has no adapter {name!r:.40}; it has {', '.join(configs)}")
     config, where = _plain(configs[name].to_dict()), f"adapter {name!r} of {type(model).__name__}"
-    if config.get("peft_type") in ("PREFIX_TUNING", "PROMPT_TUNING"):
+    if config.get("peft_type") in ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "CARTRIDGE"):
         if config["inference_mode"]:
             prompts = model.prompt_encoder[name].embedding.weight
         else:
             prompts = model.get_prompt_embedding_to_save(name)
         return Saved(where, config, {PROMPTS: prompts.detach().clone()})
-    tensors, scales = dict[str, Tensor](), dict[str, float]()
-    for full, tensor in model.state_dict().items():
+    tensors, scales, held = dict[str, Tensor](), dict[str, float](), model.state_dict()
+    for full, tensor in held.items():
         parts = full.split(".")
-        at = next((i for i, part in enumerate(parts) if part.startswith(("lora_", "ia3_"))), len(parts))
-        if parts[at + 1 : at + 2] != [name]:
-            continue
+        at = next((i for i, part in enumerate(parts) if part.startswith(_ADAPTING)), len(parts))
         module = ".".join(parts[:at])
+        if parts[at + 1 : at + 2] != [name] or (full.startswith(PREFIX) and f"{WHOLE}{'.'.join(parts[at:])}" in held):
+            continue  # another's, or what all modules have as one
         tensors[".".join([*parts[: at + 1], *parts[at + 2 :]]).removeprefix(PREFIX)] = tensor.detach().clone()
-        if name in (scaling := getattr(model.get_submodule(module), "scaling", {})):
-            scales[module.removeprefix(PREFIX)] = float(scaling[name])
+        layer = model.get_submodule(module)
+        if name in (scaling := getattr(layer, "scaling", {})):
+            divisor = float(layer.ranknum[name]) + 1e-5 if hasattr(layer, "ranknum") else 1.0  # AdaLoRA's
+            scales[module.removeprefix(PREFIX)] = float(scaling[name]) / divisor
     return Saved(where, config, tensors, scales)
 
 
