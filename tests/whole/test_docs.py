@@ -12,7 +12,7 @@ import torch
 from setuptools import PEP420PackageFinder
 
 import kwflow as kf
-from benchmarks import families, kwargs, page
+from benchmarks import adapters, families, kwargs, page
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.builtin import BUILTIN, schema
 from kwflow.kwargs.kwarg import Features, LayerCall
@@ -92,6 +92,11 @@ def test_the_table_of_families_has_every_row_and_check() -> None:
         empty = {heading for heading, cell in cells.items() if not cell}
         assert empty == (set() if name in families.BFLOAT16 else {"forward, bf16", "gradient, bf16"})
         assert page.UNKNOWN not in cells.values()
+
+
+def test_the_table_of_adapters_is_made_of_the_codes() -> None:
+    """As ``python -m benchmarks.adapters --write`` writes it."""
+    assert page.render(adapters.HEADINGS, adapters.rows()) in adapters.TABLE.path.read_text()
 
 
 def test_a_run_of_some_rows_and_columns_keeps_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
