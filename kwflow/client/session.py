@@ -208,7 +208,7 @@ class Session:
         """Give the rows another order, with repeats: row ``i`` becomes what row ``ids[i]`` was (a beam reorder)."""
         numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         rows = [row for row in map(as_int, numbers) if row is not None]
-        self._check_open()
+        self.check_open()
         if self.batch is None:
             raise SessionError("reorder before the first step: the session has no rows yet")
         if not len(rows) == len(numbers) == self.batch or not all(0 <= row < self.batch for row in rows):
@@ -230,7 +230,7 @@ class Session:
 
     def rollback(self, position: int) -> None:
         """Forget the columns from ``position`` on; the next step starts there."""
-        self._check_open()
+        self.check_open()
         column = as_int(position)
         if column is None or not 0 <= column <= self.position:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
@@ -250,6 +250,16 @@ class Session:
             self.token_ids = None if self.token_ids is None or not position else self.token_ids[:, :position]
             if self._four_d is not None and position <= self._four_d:
                 self._four_d = None
+
+    def check_open(self) -> None:
+        """Raise SessionError for a closed session, and for one of the process that this one was forked from."""
+        if self._forked:
+            raise SessionError(
+                "the session was opened before this process was forked, and its keys and values are the parent's; "
+                "open another with flow.session(max_length=)"
+            )
+        if self.closed:
+            raise SessionError("the session is closed; open another with flow.session()")
 
     def close(self) -> None:
         """Free the keys and values on the workers. A closed session takes no step."""
@@ -283,17 +293,8 @@ class Session:
     def _hops(self) -> list[Hop]:
         return [] if self._stages is None else self._stages.hops
 
-    def _check_open(self) -> None:
-        if self._forked:
-            raise SessionError(
-                "the session was opened before this process was forked, and its keys and values are the parent's; "
-                "open another with flow.session(max_length=)"
-            )
-        if self.closed:
-            raise SessionError("the session is closed; open another with flow.session()")
-
     def _ready(self, hidden: Tensor) -> None:
-        self._check_open()
+        self.check_open()
         check_hidden(hidden, self.ends.hidden_size)
         if self.batch is not None and hidden.shape[0] != self.batch:
             raise SessionError(f"the session has {self.batch} rows, hidden is {describe(hidden)}")
