@@ -87,7 +87,10 @@ class RemoteCache(Cache):
         return f"RemoteCache({self.session!r})"
 
     def __deepcopy__(self, memo: Any) -> RemoteCache:
-        raise UnsupportedError("a session cannot be copied: its keys and values live on the workers")
+        raise UnsupportedError(
+            "a session cannot be copied: its keys and values live on the workers; session.fork() computes them again, "
+            "for another one"
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise UnsupportedError("a session's rows cannot be repeated after its first step; repeat the inputs instead")

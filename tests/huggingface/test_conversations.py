@@ -179,3 +179,25 @@ def test_a_session_with_a_prefix_goes_on() -> None:
     first = generated(model, x, cache=session, prefix_kv=kv)
     history = rest_of(first, 2)
     assert torch.equal(generated(model, history, cache=session), generated(model, history, prefix_kv=kv))
+
+
+# ---- forks
+
+
+@every_family
+def test_generate_goes_on_in_forks(family: str) -> None:
+    """One history, several continuations: each is as in a session of its own."""
+    model, name = model_of(family), cache_name(huggingface(family))
+    x, mask = ids(2, 5), left_padded([0, 2], 5)
+    with model.flow.session() as session, model.flow.session() as alone:
+        first = generated(model, x, attention_mask=mask, **{name: session})
+        assert torch.equal(generated(model, x, attention_mask=mask, **{name: alone}), first)
+        history = rest_of(first, 3)
+        given = {"attention_mask": torch.cat([mask, torch.ones(2, history.shape[1] - 5).long()], 1)}
+        with session.fork() as fork:
+            steered = generated(model, history, new=8, **given, steer={1: 9 * V}, **{name: fork})
+        ours = generated(model, history, **given, **{name: session}, return_dict_in_generate=True, output_logits=True)
+        want = generated(model, history, **given, **{name: alone}, return_dict_in_generate=True, output_logits=True)
+    assert torch.equal(ours.sequences, want.sequences) and not torch.equal(steered[:, :-4], want.sequences)
+    for mine, theirs in zip(ours.logits, want.logits, strict=True):
+        assert_bits(mine, theirs)
