@@ -64,7 +64,7 @@ def swarm_of(*spans: tuple[int, int], family: str = "llama", **more: Any) -> Swa
     return Swarm(family, *(spans or ((0, 1), (1, 3), (3, 4))), **more)
 
 
-@pytest.mark.parametrize("mode", ["stepwise", "merged"])
+@pytest.mark.parametrize("mode", ["stepwise", pytest.param("merged", marks=pytest.mark.rest)])
 def test_both_go_on_to_the_last_bit_from_wherever_it_was_forked(mode: str) -> None:
     with swarm_of().flow.session(16) as session:
         expected = run(session, HISTORY)
