@@ -25,6 +25,7 @@ _WHERE = {
     "project_out": "kwflow.research.edits",
     "sweep": "kwflow.research.sweep",
     "grid": "kwflow.research.sweep",
+    "chat": "kwflow.huggingface.chat",
     "AutoDistributedConfig": "kwflow.huggingface.auto",
     "AutoDistributedModel": "kwflow.huggingface.auto",
     "AutoDistributedModelForCausalLM": "kwflow.huggingface.auto",
@@ -44,6 +45,7 @@ __all__ = [
     "add",
     "axes",
     "chain",
+    "chat",
     "connect",
     "edits",
     "errors",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from kwflow.huggingface.auto import (
         AutoDistributedModelForSequenceClassification as AutoDistributedModelForSequenceClassification,
     )
+    from kwflow.huggingface.chat import chat as chat
     from kwflow.kwargs.axes import Axes as Axes
     from kwflow.kwargs.axes import axes as axes
     from kwflow.kwargs.bind import per_layer as per_layer

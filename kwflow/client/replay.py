@@ -9,6 +9,7 @@ rotary scaling allow (faster, equal within the usual tolerances).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.axes import Axed, index_rows, join_steps, part
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.builtin import joined_by
+from kwflow.kwargs.points import PATTERN
 from kwflow.kwargs.schema import Scaling
 from kwflow.show.progress import progress
 from kwflow.wire import channel
@@ -50,6 +52,14 @@ async def replay(
             if keep:
                 stage.keep(stage_step)
     return [hidden, *captured]
+
+
+def uncaptured(step: Step) -> Step:
+    """A step that brings no activations back, of the same values: where it captures a pattern, attention is eager."""
+    entries = [entry for section in step.bound.sections for entry in section.skeleton.get("capture", ())]
+    if not entries or any(entry["point"] == PATTERN for entry in entries):
+        return step
+    return replace(step, bound=step.bound.leaving_out(*joined_by("not")))
 
 
 def folded(reorders: Sequence[Reorder], ends: Collection[int]) -> list[Reorder]:

@@ -8,6 +8,7 @@ What each worker was given is kept here, so that others can take its place (``re
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import functools
 import threading
 import weakref
@@ -41,6 +42,9 @@ from kwflow.kwargs.tree import as_int
 from kwflow.wire import loop
 
 MODES = ("stepwise", "merged")
+# what a session knows of its columns and rows: tensors that are never changed, numbers, and two collections
+_KNOWN = ("position", "prefix", "batch", "token_ids", "_mask", "_positions", "_prompt_columns", "_end_was", "_four_d")
+_KNOWN += ("_reorders", "_reorder_count", "_reorders_sent")
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +212,7 @@ class Session:
         """Give the rows another order, with repeats: row ``i`` becomes what row ``ids[i]`` was (a beam reorder)."""
         numbers = ids.tolist() if isinstance(ids, Tensor) else list(ids)
         rows = [row for row in map(as_int, numbers) if row is not None]
-        self._check_open()
+        self.check_open()
         if self.batch is None:
             raise SessionError("reorder before the first step: the session has no rows yet")
         if not len(rows) == len(numbers) == self.batch or not all(0 <= row < self.batch for row in rows):
@@ -230,7 +234,7 @@ class Session:
 
     def rollback(self, position: int) -> None:
         """Forget the columns from ``position`` on; the next step starts there."""
-        self._check_open()
+        self.check_open()
         column = as_int(position)
         if column is None or not 0 <= column <= self.position:
             raise SessionError(f"rollback to {position!r}; the session has columns 0:{self.position}")
@@ -250,6 +254,56 @@ class Session:
             self.token_ids = None if self.token_ids is None or not position else self.token_ids[:, :position]
             if self._four_d is not None and position <= self._four_d:
                 self._four_d = None
+
+    def fork(self) -> Session:
+        """Another session that holds the same columns, to the last bit; from here on each goes its own way.
+
+            with flow.session() as s:
+                s.step(**flow.inputs(text))
+                with s.fork() as steered:
+                    steered.step(**steered.inputs(ids), steer={12: v})            # s knows nothing of it
+
+        The workers keep keys and values for both. The fork's are computed again, by the steps that this session took,
+        one by one, with the kwargs that were given, on the same workers: it costs their time, and the bytes of their
+        hidden states, once more. A worker that has failed or has no room for both is replaced, in the fork alone, whose
+        ``replays`` begin with this session's and say so. Captures stay this session's: the fork's steps take new ones.
+        Raises SessionError for a closed session, WorkerFull, NoRoute and DeadlineError as a step does; this session is
+        as before then.
+        """
+        self.check_open()
+        other = Session(self.ends, self.dispatcher, self.span, self.max_length, self.mode)
+        with self._turn:
+            retry = self.dispatcher.retry()
+            self._settle(retry)
+            for name in _KNOWN:
+                setattr(other, name, copy.copy(getattr(self, name)))
+            if self._stages is not None and self.position:
+                other._take_over(self._stages, retry)
+        return other
+
+    def _take_over(self, stages: Stages, retry: Retry) -> None:
+        mine = self._use(Stages([], self.max_length, self.mode, self.dispatcher.peers.pool))
+        taking = loop.submit(mine.take_over(stages, self.position, retry))
+        try:
+            taking.result(retry.patience)
+        except TimeoutError as error:
+            self.close()
+            raise DeadlineError(f"a fork did not end in {retry.timeout:g} s (flow.options(timeout=…))") from error
+        except concurrent.futures.CancelledError as error:
+            raise SessionError("the session was closed in the middle of a fork") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def check_open(self) -> None:
+        """Raise SessionError for a closed session, and for one of the process that this one was forked from."""
+        if self._forked:
+            raise SessionError(
+                "the session was opened before this process was forked, and its keys and values are the parent's; "
+                "open another with flow.session(max_length=)"
+            )
+        if self.closed:
+            raise SessionError("the session is closed; open another with flow.session()")
 
     def close(self) -> None:
         """Free the keys and values on the workers. A closed session takes no step."""
@@ -275,25 +329,18 @@ class Session:
 
     def _opened(self, retry: Retry, check: Callable[[Schemas], object]) -> Stages:
         hops = self.dispatcher.route(self.span, retry, check)
-        self._stages = Stages(hops, self.max_length, self.mode, self.dispatcher.peers.pool)
-        self._freed = finalize(self, free, self._stages)
-        return self._stages
+        return self._use(Stages(hops, self.max_length, self.mode, self.dispatcher.peers.pool))
+
+    def _use(self, stages: Stages) -> Stages:
+        self._stages, self._freed = stages, finalize(self, free, stages)
+        return stages
 
     @property
     def _hops(self) -> list[Hop]:
         return [] if self._stages is None else self._stages.hops
 
-    def _check_open(self) -> None:
-        if self._forked:
-            raise SessionError(
-                "the session was opened before this process was forked, and its keys and values are the parent's; "
-                "open another with flow.session(max_length=)"
-            )
-        if self.closed:
-            raise SessionError("the session is closed; open another with flow.session()")
-
     def _ready(self, hidden: Tensor) -> None:
-        self._check_open()
+        self.check_open()
         check_hidden(hidden, self.ends.hidden_size)
         if self.batch is not None and hidden.shape[0] != self.batch:
             raise SessionError(f"the session has {self.batch} rows, hidden is {describe(hidden)}")

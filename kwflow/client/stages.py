@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from kwflow.client.peers import Hop
-from kwflow.client.replay import merged, replay
+from kwflow.client.replay import merged, replay, uncaptured
 from kwflow.client.request import any_nan
 from kwflow.client.retry import Reject, Retry, differs, lacks
 from kwflow.client.stage import Handoff, Reorder, Replay, Stage, Step
@@ -206,6 +206,27 @@ class Stages:
                 task.cancel()
             await asyncio.gather(*tasks, *telling, return_exceptions=True)
 
+    async def take_over(self, other: Stages, position: int, retry: Retry) -> None:
+        """Hold the columns before ``position`` that another session's workers hold: their steps again, one by one.
+
+        On the same workers; on others where one has failed, or is full.
+        """
+        async with self._turn, other._turn:
+            if self._closed or other._closed:
+                raise SessionError("the session is closed")
+            self._running = asyncio.current_task()
+            self._nan, self.replays, self.carried = other._nan, list(other.replays), set(other.carried)
+            try:
+                for stage in other.stages:
+                    began, steps = time.monotonic(), [uncaptured(s) for s in stage.steps if s.start < position]
+                    old = Stage(stage.hop, self.max_length, steps=steps, reordered=stage.reordered)
+                    new = await self._in_place_of(old, (steps, old.reordered), retry, _reject(old), again=True)
+                    self.stages += new
+                    if new[0].hop != old.hop:
+                        self._note(old, position, str(retry.failures[-1]), new, len(steps), began, "stepwise")
+            finally:
+                self._running = None
+
     async def _replace(self, number: int, error: WorkerFailed, retry: Retry, step: Step) -> None:
         """Rebuild one worker's keys and values on others, or on itself if this side closed its channel."""
         old, began = self.stages[number], time.monotonic()
@@ -215,24 +236,39 @@ class Stages:
         again = old.given_up
         # should this step end here: who was full may have room for the next one
         old.given_up = again or isinstance(error, WorkerFull)
-        (steps, reordered), freeing = self._history(old, step.start), list(FREED_SECONDS)
+        history = self._history(old, step.start)
+        new = await self._in_place_of(old, history, retry, _reject(old, step), again=again, freeing=FREED_SECONDS)
+        self.stages[number : number + 1] = new
+        if new[0].hop != old.hop:
+            self._note(old, step.start, str(error), new, len(history[0]), began, self.mode)
+
+    async def _in_place_of(
+        self,
+        old: Stage,
+        history: tuple[Sequence[Step], int],
+        retry: Retry,
+        reject: Reject,
+        *,
+        again: bool,
+        freeing: Sequence[float] = (),
+    ) -> list[Stage]:
+        """Workers that hold a history: ``again`` the old one, if it can, else others.
+
+        ``freeing``: seconds for the old one to free what it holds for the channel before, one wait after the other.
+        """
+        waits = list(freeing)
         while True:
             hops = [old.hop]
             if not again:
-                hops = await retry.route(*old.hop.span, like=old.hop, reject=_reject(old, step))
+                hops = await retry.route(*old.hop.span, like=old.hop, reject=reject)
             try:
-                new = await self._rebuilt(steps, reordered, hops, self._nan)
+                return await self._rebuilt(*history, hops, self._nan)
             except WorkerFailed as failure:
-                if isinstance(failure, WorkerFull) and failure.peer == old.hop.peer and freeing:
-                    await asyncio.sleep(freeing.pop(0))  # it holds what the old channel had, still
+                if isinstance(failure, WorkerFull) and failure.peer == old.hop.peer and waits:
+                    await asyncio.sleep(waits.pop(0))
                     continue
                 again = old.given_up = False
                 retry.failed(failure)
-                continue
-            break
-        self.stages[number : number + 1] = new
-        if hops != [old.hop]:
-            self._note(old, step, str(error), hops, len(steps), time.monotonic() - began)
 
     async def _rebuilt(self, steps: Sequence[Step], reordered: int, hops: Sequence[Hop], nan: bool) -> list[Stage]:
         new = [Stage(hop, self.max_length, reordered=reordered) for hop in hops]
@@ -267,7 +303,7 @@ class Stages:
             retry.failed(failure)
             await old.aclose()
             self.stages[number : number + 1] = new
-            self._note(old, step, str(failure), others, len(steps), time.monotonic() - began)
+            self._note(old, step.start, str(failure), new, len(steps), began, self.mode)
             return True
         self._nan = True
         return False
@@ -280,20 +316,23 @@ class Stages:
         steps = [step for step in stage.steps if step.start < position]  # one behind it ended after a rollback
         return steps, stage.reordered
 
-    def _note(self, old: Stage, step: Step, reason: str, hops: Sequence[Hop], steps: int, seconds: float) -> None:
+    def _note(
+        self, old: Stage, position: int, reason: str, new: Sequence[Stage], steps: int, began: float, mode: str
+    ) -> None:
+        hops = [stage.hop for stage in new]
         exact = all(replacement.bitwise for replacement in self.replays)  # what is rounded otherwise once stays so
-        bitwise = exact and (self.mode == "stepwise" or not steps) and not any(differs(hop, old.hop) for hop in hops)
-        by = tuple((hop.peer, hop.start, hop.stop) for hop in hops)
-        replacement = Replay(old.hop.span, step.start, old.hop.peer, reason, by, steps, self.mode, bitwise, seconds)
+        bitwise = exact and (mode == "stepwise" or not steps) and not any(differs(hop, old.hop) for hop in hops)
+        by, seconds = tuple((hop.peer, hop.start, hop.stop) for hop in hops), time.monotonic() - began
+        replacement = Replay(old.hop.span, position, old.hop.peer, reason, by, steps, mode, bitwise, seconds)
         self.replays.append(replacement)
         log.info("session: %s", replacement)
 
 
-def _reject(old: Stage, step: Step) -> Reject:
-    """What speaks against a worker that would have to repeat another's steps, and then take this one."""
+def _reject(old: Stage, *more: Step) -> Reject:
+    """What speaks against a worker that would have to repeat another's steps, and then take more."""
 
     def reject(hop: Hop) -> str | None:
-        reasons = (lacks(hop, old.hop, past_step.bound, 0) for past_step in (*old.steps, step))
+        reasons = (lacks(hop, old.hop, past_step.bound, 0) for past_step in (*old.steps, *more))
         return next(filter(None, reasons), None)
 
     return reject

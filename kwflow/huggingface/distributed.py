@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from kwflow.client.flow import Flow
-from kwflow.errors import KwargError, UnknownKwarg, UnsupportedError, did_you_mean
+from kwflow.client.session import Session
+from kwflow.errors import KwargError, SessionError, UnknownKwarg, UnsupportedError, did_you_mean
 from kwflow.huggingface.remote_cache import RemoteCache
 from kwflow.huggingface.tuning import NONE, Tuning, load_tuned, prefixing, save_tuned, saved_names
 from kwflow.kwargs import prefix_kv as prefix
@@ -79,7 +80,8 @@ class Distributed:
         """As the Hugging Face class's, and any kwarg that the blocks take.
 
         A plain differentiable call; with ``use_cache=True``, and nothing that requires grad, a session, which the
-        output's cache stands for.
+        output's cache stands for. The cache argument takes that, or a session of the model's flow. Raises SessionError
+        for a closed session, and for one of another model or of other layers.
         """
         block_kwargs, hf_kwargs = self._take_kwargs(kwargs, EXTRAS)
         call = arguments(super().forward, args, hf_kwargs)  # type: ignore[misc]
@@ -155,14 +157,40 @@ class Distributed:
         older = call.pop("past_key_values", None) if name != "past_key_values" else None  # its name before 5.x
         cache = call.pop(name, None)
         cache, wanted = self._ours(older if cache is None else cache, name), call.pop("use_cache", None)
+        if cache is not None:
+            self._check_cache(cache, name)
         if cache is None and wanted and not self._differentiates([*block_kwargs.values(), call.get("inputs_embeds")]):
             return RemoteCache(self.flow.session(), prefix=self.tuning.length)
         return cache
 
     def _ours(self, cache: Any, name: str) -> RemoteCache | None:
+        """What was given for the cache: None, one that this model returned, or a session of its flow."""
+        if isinstance(cache, Session):
+            return RemoteCache(cache, self.tuning.length)
         if cache is not None and not isinstance(cache, RemoteCache):
-            raise KwargError(f"{name} is a {type(cache).__name__}; give the cache that this model returned")
+            raise KwargError(
+                f"{name} is a {type(cache).__name__}; give a session, model.flow.session(), or the cache that this "
+                f"model returned"
+            )
         return cache
+
+    def _check_cache(self, cache: RemoteCache, name: str) -> None:
+        """Raise SessionError unless a cache's session is open, of this model and its layers, and behind its prompts."""
+        session, flow = cache.session, self.flow
+        session.check_open()
+        theirs, ours = (getattr(ends, "folder", ends) for ends in (session.ends, flow.ends))
+        if str(theirs) != str(ours) or session.span != flow.span:
+            start, stop = flow.span
+            raise SessionError(
+                f"{name} is {session!r}, and this model's layers are {start}:{stop} of {flow.ends.name}: give a "
+                f"session of its own flow, model.flow.session()"
+            )
+        length, held = self.tuning.length, session.token_ids
+        if session.position and length and (session.position < length or _any_token(held, length)):
+            raise SessionError(
+                f"{name} is {session!r}, which began without this model's {length} trained prompts: give a session "
+                f"that this model began, or a new one, model.flow.session()"
+            )
 
     def _differentiates(self, values: Sequence[Any]) -> bool:
         if not torch.is_grad_enabled():
@@ -220,6 +248,10 @@ class Distributed:
     def _keys_to_ignore_on_save(self) -> set[str]:
         """transformers' Trainer does not miss these when it resumes."""
         return set(self.state_dict()) - saved_names(self)  # type: ignore[attr-defined]
+
+
+def _any_token(held: Tensor | None, columns: int) -> bool:
+    return held is not None and bool((held[:, :columns] >= 0).any())
 
 
 def columns_of(block_kwargs: Mapping[str, Any]) -> int:

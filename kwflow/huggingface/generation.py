@@ -43,8 +43,10 @@ class Generates(Distributed):
 
         A Capture is new, and holds each final sequence's own tokens: none after its end, however it came about.
         Every mode that transformers runs without code from the hub: greedy, sampled, beams, assisted, prompt lookup.
-        With ``return_dict_in_generate=True`` the output's cache is the session, and may be given to the next call,
-        with the whole history or, with a mask of all columns, the new tokens alone. Raises, before anything is sent,
+        The cache argument takes a session of the model's flow, which stays the caller's and goes on in the next call:
+        ``model.generate(…, cache=session)``. With ``return_dict_in_generate=True`` the output's cache is the session,
+        and may be given likewise. A next call has the whole history or, with a mask of all columns, the new tokens
+        alone. Raises, before anything is sent,
         UnsupportedError for what a session on workers cannot do, SessionError where the history is not the cache's.
         """
         block_kwargs, hf_kwargs = self._take_kwargs(kwargs, EXTRAS | _generate_names(type(self)))
@@ -78,8 +80,11 @@ class Generates(Distributed):
     ) -> tuple[RemoteCache, int, bool]:
         """The call's cache, put into its arguments; columns of the prefix_kv before it; whether the caller has it."""
         name = cache_argument(self.forward)
-        cache = self._ours(call.get("past_key_values") if call.get(name) is None else call[name], name)
+        older = call.pop("past_key_values", None) if name != "past_key_values" else None  # its name before 5.x
+        cache = self._ours(older if call.get(name) is None else call[name], name)
         if cache is not None:
+            self._check_cache(cache, name)
+            call[name] = cache
             if cache.session.position and prefix_columns:
                 raise SessionError(f"generate: prefix_kv stands before column 0, and the cache holds {cache!r}")
             if cache.get_seq_length():

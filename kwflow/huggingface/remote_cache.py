@@ -87,13 +87,26 @@ class RemoteCache(Cache):
         return f"RemoteCache({self.session!r})"
 
     def __deepcopy__(self, memo: Any) -> RemoteCache:
-        raise UnsupportedError("a session cannot be copied: its keys and values live on the workers")
+        raise UnsupportedError(
+            "a session cannot be copied: its keys and values live on the workers; session.fork() computes them again, "
+            "for another one"
+        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         raise UnsupportedError("a session's rows cannot be repeated after its first step; repeat the inputs instead")
 
     def batch_select_indices(self, indices: Tensor) -> None:
         raise UnsupportedError("a session keeps its rows; reorder(ids) changes their order only")
+
+    def common(self, ids: Tensor) -> int:
+        """With how many columns of ``ids`` (batch, columns) begins what is held; of what is not known, with none."""
+        held = self.session.token_ids
+        if held is None:
+            return 0
+        held = held[:, self._layer.prefix :]
+        width = min(held.shape[1], ids.shape[1])
+        same = (held[:, :width] == ids[:, :width].cpu()).all(0)
+        return int(same.long().cumprod(0).sum())
 
     def check_begins(self, ids: Tensor) -> None:
         """Raise SessionError, naming the token, unless ``ids`` (batch, more columns) begin with what is held."""

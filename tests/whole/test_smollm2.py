@@ -104,6 +104,34 @@ def test_embeddings_streams_and_a_resumed_session(pair: tuple[Any, Any]) -> None
     assert text == tokenizer.decode(generated(local, one, {})[0, one["input_ids"].shape[1] :]) != ""
 
 
+@pytest.mark.rest
+def test_a_conversation_is_the_local_models(pair: tuple[Any, Any]) -> None:
+    """Three turns by the model's own template, one of them steered too, and forgotten; a fork goes on with the last."""
+    model, local = pair
+    tokenizer, how = model.flow.tokenizer, {"max_new_tokens": 12, "do_sample": False}
+    direction = torch.randn(local.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    with kf.chat(model) as chat:
+        for text in ("What is the capital of France?", "And of Italy?", "Name a river there."):
+            before = chat.session.position
+            if before:
+                steered = chat.turn(text, steer={12: 40 * direction / direction.norm()}, **how)
+                chat.rollback()
+            reply = chat.turn(text, **how)
+            assert chat.rerun == 0 and chat.session.position > before
+            given = tokenizer.apply_chat_template(
+                chat.messages[:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            theirs = local.generate(**given, **how)
+            assert reply == tokenizer.decode(theirs[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert "Paris" in chat.messages[1]["content"] and steered != reply
+        history = torch.cat([theirs, tokenizer("\n", return_tensors="pt")["input_ids"]], 1)
+        with chat.session.fork() as fork:
+            mask = torch.ones_like(history)
+            ours = model.generate(history, attention_mask=mask, **{cache_name(local): fork}, **how)
+        assert torch.equal(ours, local.generate(history, attention_mask=mask, **how))
+        assert not fork.replays
+
+
 def test_a_classifier_is_tuned_to_the_bit(smollm2_swarm: Any, smollm2: Any) -> None:
     """Ten steps with deep prompts: with equal threads and uncut batches, every loss has the bits of a local run."""
     from transformers import AutoModelForSequenceClassification
