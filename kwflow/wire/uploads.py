@@ -108,8 +108,9 @@ class Uploads:
     def remove(self, upload: Upload) -> dict[str, list[str]]:
         """From now on it is a tensor like any other; returns what no other needs, by worker."""
         self._uploads = {at: one for at, one in self._uploads.items() if one is not upload}
-        needed = {name for one in self._uploads.values() for name in one.names.values()}
-        return self._gone(set(upload.names.values()) - needed)
+        # lists: the network thread goes on meanwhile
+        needed = {name for one in self._uploads.values() for name in [*one.names.values()]}
+        return self._gone({*[*upload.names.values()]} - needed)
 
     def clear(self) -> dict[str, list[str]]:
         """Forget all; returns what is to be dropped, by worker."""
@@ -117,7 +118,7 @@ class Uploads:
         return self._gone({name for names in self.there.values() for name in names})
 
     def _gone(self, names: set[str]) -> dict[str, list[str]]:
-        gone = {peer: sorted(there & names) for peer, there in self.there.items() if there & names}
+        gone = {peer: sorted(there & names) for peer, there in [*self.there.items()] if there & names}
         for peer in gone:
             self.there[peer] -= names
         return gone

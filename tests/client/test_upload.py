@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ import kwflow as kf
 from kwflow.client.flow import Flow
 from kwflow.errors import KwargError, UnsupportedError, WorkerFull
 from kwflow.wire import loop
-from tests.doubles.workers import workers_of
+from kwflow.worker.server import Served
+from tests.doubles.workers import Workers, workers_of
 from tests.oracle import assert_bits, tiny
 from tests.oracle.tiny import HIDDEN, LAYERS, TWO, ids, make_flow, random
 
@@ -167,18 +168,36 @@ async def cleared(served: Any) -> None:
     served.kept.clear()
 
 
-def test_after_a_failover_the_other_worker_gets_it() -> None:
-    tensor = prompts()
-    with make_flow("llama", (4,)) as flow:
-        workers = workers_of(flow)
-        want = flow(**x(), prompts=tensor)
+@pytest.mark.parametrize("how", ["calls", "a gradient", "a session"])
+def test_after_a_failover_the_other_worker_gets_it(how: str) -> None:
+    tensor, hidden = prompts().requires_grad_(how == "a gradient"), random(2, 6, D)
+    workers = Workers([Served(tiny.span("llama", *layers)) for layers in ((0, 4), (0, 2), (2, 4))])
+    workers.hidden = {1, 2}
+    with Flow(tiny.ends("llama"), workers.peers(), (0, 4)) as flow:
         handle = flow.upload(tensor)
-        flow(**x(), prompts=handle)
-        assert workers.served and kept(flow) == [tensor.nbytes]
-        loop.run(cleared(workers.served[0]))
-        asked = workers.asked(0)
-        assert_bits(flow(**x(), prompts=handle), want)
-        assert workers.asked(0) == asked + 2 and not flow.peers.bans  # not there; again
+
+        def lose() -> None:
+            workers.hidden = set()
+            workers.kill(0)
+
+        def results(prompts: Tensor, between: Callable[[], None]) -> list[Tensor]:
+            if how == "a session":
+                with flow.session(max_length=8 + P) as session:
+                    first = session.step(hidden[:, :3], prompts=prompts)
+                    between()
+                    return [first, session.step(hidden[:, 3:4], prompts=prompts)]
+            first = flow(hidden, prompts=prompts)
+            between()
+            if how == "a gradient":
+                return [first, *torch.autograd.grad(first.square().sum(), tensor)]
+            return [first, flow(hidden, prompts=prompts)]
+
+        want = results(tensor, lambda: None)
+        before = sent(flow)
+        for one, other in zip(results(handle, lose), want, strict=True):
+            assert_bits(one, other)
+        assert sent(flow) - before < 2 * tensor.nbytes + 12 * (HEAD + 3 * hidden.nbytes)
+        assert kept(flow)[1:] == [tensor.nbytes // 2] * 2
 
 
 def test_workers_drop_what_nobody_uses(flow: Flow) -> None:
