@@ -29,9 +29,8 @@ from kwflow.client.peers import Hop, Peers
 from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry
 from kwflow.client.session import Session
-from kwflow.client.upload import upload
+from kwflow.client.upload import upload_all
 from kwflow.errors import DeadlineError, KwargError, SpanError, UnsupportedError
-from kwflow.kwargs import tree
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bind import Schemas, bind_kwargs, in_all
 from kwflow.kwargs.bound import Bound, Span
@@ -319,18 +318,12 @@ class Flow:
                     out = flow(**x, prompts=D)                  # D stands wherever a tensor may: kf.add(D, 12), …
 
         What it gives is a tensor with the values that ``tensor`` has now; gradients reach ``tensor``. A tree of tensors
-        (a call's kwargs) comes back as a tree of these. It goes out at its first use, cut as a worker needs it, and
-        again by itself to a worker that comes new or has dropped it: after ``idle`` seconds without use, or at
-        ``close()``. Of this connection's flows alone; other clients cannot name it. See docs/uploads.md.
+        (a call's kwargs) comes back as a tree of these. It goes out at its first use, and again by itself to a worker
+        that comes new or dropped it: after ``idle`` seconds without use, or at ``close()``. See docs/uploads.md.
 
-        Raises KwargError, UnsupportedError inside a torch.func transform; a call that needs it raises WorkerFull where
-        no worker has room.
+        Raises KwargError, UnsupportedError (in a torch.func transform); a call raises WorkerFull where nobody has room.
         """
-        if isinstance(tensor, dict | list | tuple):
-            return tree.map_leaves(lambda leaf: self.upload(leaf, idle=idle), tensor)
-        if isinstance(tensor, Axed):
-            return Axed(self.upload(tensor.tensor, idle=idle), tensor.axes)
-        return upload(self.peers.pool, tensor, idle)
+        return upload_all(self.peers.pool, tensor, idle)
 
     # ---- lifetime
 

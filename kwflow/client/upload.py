@@ -17,7 +17,8 @@ from torch import Tensor
 
 from kwflow.autograd.transforms import in_forward_mode, in_transform, is_wrapped
 from kwflow.errors import CallerError, KwargError, KwflowError, UnsupportedError
-from kwflow.kwargs.axes import describe, not_dense
+from kwflow.kwargs import tree
+from kwflow.kwargs.axes import Axed, describe, not_dense
 from kwflow.wire import channel, loop
 from kwflow.wire.message import Message
 from kwflow.wire.uploads import Upload
@@ -66,8 +67,17 @@ class Uploaded(Tensor):
 log = logging.getLogger(__name__)
 
 
-def upload(pool: channel.Pool, tensor: Tensor, idle: float) -> Uploaded:
+def upload_all(pool: channel.Pool, value: Any, idle: float) -> Any:
     """See ``Flow.upload``."""
+    if isinstance(value, dict | list | tuple):
+        return tree.map_leaves(lambda leaf: upload_all(pool, leaf, idle), value)
+    if isinstance(value, Axed):
+        return Axed(upload(pool, value.tensor, idle), value.axes)
+    return upload(pool, value, idle)
+
+
+def upload(pool: channel.Pool, tensor: Tensor, idle: float) -> Uploaded:
+    """One tensor."""
     if not isinstance(tensor, Tensor):
         raise KwargError(f"flow.upload takes a tensor, or a tree of tensors, got {type(tensor).__name__}")
     if isinstance(idle, bool) or not isinstance(idle, int | float) or not 0 < idle < float("inf"):

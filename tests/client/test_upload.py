@@ -274,6 +274,8 @@ def test_a_tree_and_copies(flow: Flow) -> None:
     ):
         assert type(other) is Tensor
         assert_bits(other, A)
+    (axed,) = flow.upload([kf.axes(B, "layer out rank")])
+    assert_bits(flow(**x(), lora=lora(handle, axed)), flow(**x(), lora=lora(A, kf.axes(B, "layer out rank"))))
     assert repr(handle) == "Uploaded(float32(4, 8, 32))"
 
 
