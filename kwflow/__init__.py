@@ -31,7 +31,7 @@ _WHERE = {
     "AutoDistributedModelForCausalLM": "kwflow.huggingface.auto",
     "AutoDistributedModelForSequenceClassification": "kwflow.huggingface.auto",
 }
-_MODULES = ("adapters", "edits", "errors", "faults", "notebook", "steering", "verify")
+_MODULES = ("activations", "adapters", "edits", "errors", "faults", "features", "notebook", "steering", "verify")
 
 __all__ = [
     "AutoDistributedConfig",
@@ -41,6 +41,7 @@ __all__ = [
     "Axes",
     "Capture",
     "__version__",
+    "activations",
     "adapters",
     "add",
     "axes",
@@ -50,6 +51,7 @@ __all__ = [
     "edits",
     "errors",
     "faults",
+    "features",
     "grid",
     "load_blocks",
     "local_swarm",
@@ -66,9 +68,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from kwflow import activations as activations
     from kwflow import adapters as adapters
     from kwflow import edits as edits
     from kwflow import errors as errors
+    from kwflow import features as features
     from kwflow import notebook as notebook
     from kwflow import steering as steering
     from kwflow import verify as verify

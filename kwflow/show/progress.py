@@ -31,7 +31,7 @@ def progress(items: Iterable[T], what: str, total: int, unit: str = "layer") -> 
             shown.close()
 
 
-def bar(what: str, total: int, unit: str = "layer", **more: Any) -> Any:
+def bar(what: str, total: int | None, unit: str = "layer", **more: Any) -> Any:
     """tqdm's bar, shown by its first ``update`` after 2 s, where somebody sees it; for what is waited for."""
     from tqdm.auto import tqdm
 
