@@ -88,6 +88,10 @@ class WorkerFull(WorkerFailed):
     """A worker has no room for a session now. Another may have; this one goes on serving, and is not avoided."""
 
 
+class NotKept(WorkerFailed):
+    """A worker does not keep what a request names: the client brings it again, and nobody failed."""
+
+
 class ProtocolError(WorkerFailed):
     """Bytes that are not a kwflow message, or a message of a version that is not spoken here."""
 

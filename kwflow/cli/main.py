@@ -53,6 +53,8 @@ def worker(
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0: any free one")] = 0,
     public: Annotated[bool, typer.Option(help="ask for UPnP, relays and auto-NAT")] = False,
     kv_mb: Annotated[int, typer.Option(min=1, help="megabytes of keys and values for sessions")] = 2048,
+    keep_mb: Annotated[int, typer.Option(min=0, help="megabytes of tensors that clients upload, of all")] = 1024,
+    keep_client_mb: Annotated[int, typer.Option(min=0, help="the same of one client")] = 512,
     supervised: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Serve layers of a model until interrupted."""
@@ -74,7 +76,16 @@ def worker(
         spec = load(model, start, stop, dtype, function, quantize=quantize, device=device)
         peers = parent.receive_peers() if parent is not None else join or []
         work = serve(
-            spec, swarm_model, join=peers, listen=listen, port=port, public=public, kv_bytes=kv_mb << 20, parent=parent
+            spec,
+            swarm_model,
+            join=peers,
+            listen=listen,
+            port=port,
+            public=public,
+            kv_bytes=kv_mb << 20,
+            keep_bytes=keep_mb << 20,
+            keep_client_bytes=keep_client_mb << 20,
+            parent=parent,
         )
         asyncio.run(work)
     except Exception as error:

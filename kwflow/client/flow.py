@@ -29,6 +29,7 @@ from kwflow.client.peers import Hop, Peers
 from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry
 from kwflow.client.session import Session
+from kwflow.client.upload import upload_all
 from kwflow.errors import DeadlineError, KwargError, SpanError, UnsupportedError
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bind import Schemas, bind_kwargs, in_all
@@ -306,6 +307,23 @@ class Flow:
         request for each worker and sub-batch. Requests that failed are left out.
         """
         return self.peers.pool.timed()
+
+    # ---- what workers keep
+
+    def upload(self, tensor: Any, *, idle: float = 600.0) -> Any:
+        """Keep a tensor on the workers: it is sent to each that needs it once, and named from then on.
+
+            with flow.upload(prompts) as D:                     # (pre, hidden)
+                for x in batches:
+                    out = flow(**x, prompts=D)                  # D stands wherever a tensor may: kf.add(D, 12), …
+
+        What it gives is a tensor with the values that ``tensor`` has now; gradients reach ``tensor``. A tree of tensors
+        (a call's kwargs) comes back as a tree of these. It goes out at its first use, and again by itself to a worker
+        that comes new or dropped it: after ``idle`` seconds without use, or at ``close()``. See docs/uploads.md.
+
+        Raises KwargError, UnsupportedError (in a torch.func transform); a call raises WorkerFull where nobody has room.
+        """
+        return upload_all(self.peers.pool, tensor, idle)
 
     # ---- lifetime
 

@@ -97,9 +97,10 @@ class Stage:
         if self.channel is None:
             self.channel = await pool.transport.open(hop.peer)
         self.last_kwargs = None  # unless the step succeeds
+        uploaded = {i for i, tensor in enumerate(step.bound.tensors) if pool.uploads.find(tensor) is not None}
         once = last_kwargs is not None and "sent once" in hop.hello.features
         same = step.bound.same_as(last_kwargs) if once and last_kwargs is not None else {}
-        bound = step.bound.copied(same, last_kwargs or Bound(*hop.span))  # what is sent is what is remembered
+        bound = step.bound.copied(same, last_kwargs or Bound(*hop.span), uploaded)  # what is sent is what is remembered
         meta: dict[str, Any] = {"op": "step", "span": [hop.start, hop.stop], "start": step.start}
         if step.start == 0:
             meta["session"] = self.name

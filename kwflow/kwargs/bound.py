@@ -8,7 +8,7 @@ Flat, so that autograd sees plain tensors and the wire plain JSON. No torch.nn.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -252,14 +252,18 @@ class Bound:
                     same[number] = candidate
         return same
 
-    def copied(self, same: Mapping[int, int], other: Bound) -> Bound:
-        """With memory of its own, so that nobody changes it: of sections that are ``same``, what ``other`` has."""
+    def copied(self, same: Mapping[int, int], other: Bound, fixed: Collection[int] = ()) -> Bound:
+        """With memory of its own, so that nobody changes it: of sections that are ``same``, what ``other`` has.
+
+        ``fixed``: the numbers of tensors that nobody changes as they are.
+        """
         tensors: list[Tensor] = []
         for number, indices in enumerate(self._by_section):
             if number in same:
                 tensors += [other.tensors[i] for i in other._by_section[same[number]]]
             else:
-                tensors += [self.tensors[i].detach().clone() for i in indices]
+                own = [(i in fixed, self.tensors[i].detach()) for i in indices]
+                tensors += [tensor if as_it_is else tensor.clone() for as_it_is, tensor in own]
         return self.with_tensors(tensors)
 
     @functools.cached_property
@@ -277,12 +281,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by t
 def _equal(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """To the bit: -0.0 is another number than 0.0."""
     return all(
-        a.dtype == b.dtype
-        and a.shape == b.shape
-        and a.device == b.device
-        and torch.equal(*(t.detach().resolve_neg().view(_BITS[t.itemsize]) for t in (a, b)))
+        a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and (_same_memory(a, b) or _equal_bits(a, b))
         for a, b in zip(tensors, others, strict=True)
     )
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.is_neg() == b.is_neg()
+
+
+def _equal_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(*(t.detach().resolve_neg().view(_BITS[t.itemsize]) for t in (a, b)))
 
 
 def _layers_to_json(layers: Layers) -> str | list[int]:

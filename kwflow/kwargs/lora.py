@@ -116,6 +116,8 @@ def _stack(leaves: Sequence[Tensor | Axed]) -> Tensor | Axed | None:
     tensors = [leaf.tensor if isinstance(leaf, Axed) else leaf for leaf in leaves]
     if len(axes) > 1 or len({(t.shape, t.dtype, t.device, t.requires_grad) for t in tensors}) > 1:
         return None
+    if any(getattr(t, "kept", False) for t in tensors):
+        return None  # workers keep it as it is
     whole, [names] = torch.stack(tensors), axes
     if names is None:
         return whole

@@ -22,6 +22,7 @@ from kwflow.swarm.hivemind import Node
 from kwflow.swarm.lifetime import Parent, end_group
 from kwflow.swarm.neighbours import Neighbours
 from kwflow.version import __version__
+from kwflow.worker.kept import DEFAULT_KEEP_BYTES, DEFAULT_KEEP_CLIENT_BYTES
 from kwflow.worker.server import Served
 
 
@@ -62,13 +63,15 @@ async def serve(
     port: int,
     public: bool,
     kv_bytes: int,
+    keep_bytes: int = DEFAULT_KEEP_BYTES,
+    keep_client_bytes: int = DEFAULT_KEEP_CLIENT_BYTES,
     parent: Parent | None,
 ) -> None:
     """Serve a span as part of the model ``name`` until SIGINT or SIGTERM; say so to the parent, or on the terminal.
 
     With a parent it also fails as the parent asks (``kf.faults``); nobody else can ask for it.
     """
-    served = Served(spec, model=name, kv_bytes=kv_bytes)
+    served = Served(spec, model=name, kv_bytes=kv_bytes, keep_bytes=keep_bytes, keep_client_bytes=keep_client_bytes)
     faulty = None if parent is None else Faulty(served, end=end_group)
     node = await Node.start(listen=listen, port=port, initial_peers=join, public=public, own_session=parent is None)
     neighbours = served.neighbours = Neighbours(node, name)

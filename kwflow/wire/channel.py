@@ -7,6 +7,7 @@ libp2p. Words only: no torch.nn, no network library.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import threading
 import time
@@ -15,11 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from kwflow.errors import WorkerFailed, from_wire
+from kwflow.errors import KwflowError, NotKept, UnsupportedError, WorkerFailed, from_wire
 from kwflow.kwargs.schema import Span
 from kwflow.wire.message import Message
+from kwflow.wire.uploads import Piece, Uploads
 
 DIAL_SECONDS = 5.0
+DROP_SECONDS = 1.0  # for a worker to free what was uploaded, when all is closed
 
 
 class Channel(Protocol):
@@ -56,6 +59,7 @@ class Connection(Protocol):
 
 
 Accept = Callable[[str], Connection]
+_OPS = {"step": "step", "keep": "upload"}  # what Timing calls them
 
 
 class Cut(Exception):
@@ -89,7 +93,7 @@ async def call(channel: Channel, request: Message) -> Message:
 class Timing:
     """One request for some layers and its reply, as the client saw them; times in seconds. See ``flow.timed``."""
 
-    op: str  # forward, derivative (backward, jvp and others) or step
+    op: str  # forward, derivative (backward, jvp and others), step, or upload: of one piece, in all its chunks
     layers: Span
     peer: str
     began: float  # by time.perf_counter()
@@ -124,6 +128,7 @@ class Pool:
     def __init__(self, transport: Transport):
         self.transport = transport
         self.bytes_sent = self.bytes_received = 0
+        self.uploads = Uploads()
         self._idle: dict[str, list[Channel]] = defaultdict(list)
         self._watching: tuple[list[Timing], ...] = ()
         self._lock = threading.Lock()
@@ -142,18 +147,52 @@ class Pool:
                 idle.append(channel)
 
     async def exchange(self, channel: Channel, request: Message) -> Message:
-        """``call`` on a channel that nobody else uses, counted."""
+        """``call`` on a channel that nobody else uses, counted. What was uploaded is named, brought where lacking."""
+        referring, pieces = await self.uploads.refer(channel.peer, request)
+        for again in (True, False):
+            if not await self._bring(channel, request, pieces):
+                break
+            try:
+                return await self._counted(channel, referring)
+            except NotKept:  # dropped, or the worker is a new one
+                self.uploads.forget(channel.peer, pieces)
+                if not again:
+                    raise
+        return await self._counted(channel, request)
+
+    async def _bring(self, channel: Channel, request: Message, pieces: Mapping[str, Piece]) -> bool:
+        """Put pieces on a worker that lacks them, each once; False where it keeps nothing."""
+        uploads, peer = self.uploads, channel.peer
+        for name, piece in pieces.items():
+            async with uploads.turns[peer, name]:
+                if name in uploads.there[peer]:
+                    continue
+                meta = {"scope": uploads.scope, "name": name, "span": request.meta.get("span")}
+                try:
+                    await self._counted(channel, *piece.chunks(meta))
+                except UnsupportedError:
+                    uploads.unable.add(peer)
+                    return False
+                uploads.there[peer].add(name)
+        return True
+
+    async def _counted(self, channel: Channel, request: Message, *more: Message) -> Message:
+        """The reply to the last of some requests, all counted as one; chunks that a worker needs not are not sent."""
         began, sent, received = time.perf_counter(), channel.bytes_sent, channel.bytes_received
         try:
             reply = await call(channel, request)
+            for chunk in more:
+                if reply.meta.get("kept") is True:
+                    break
+                reply = await call(channel, chunk)
         finally:
             sent, received = channel.bytes_sent - sent, channel.bytes_received - received
             self.bytes_sent += sent
             self.bytes_received += received
-        if self._watching and "span" in request.meta:
+        if self._watching and request.meta.get("span") is not None:
             seconds = time.perf_counter() - began
             spent = {name: _announced_seconds(reply, name, seconds) for name in ("waited", "queue", "compute")}
-            op = "derivative" if "ops" in request.meta else "step" if request.meta["op"] == "step" else "forward"
+            op = "derivative" if "ops" in request.meta else _OPS.get(request.meta["op"], "forward")
             start, stop = request.meta["span"]
             moved = {"bytes_sent": sent, "bytes_received": received}
             timing = Timing(op, (start, stop), channel.peer, began, seconds, **spent, **moved)
@@ -174,6 +213,11 @@ class Pool:
                 self._watching = tuple(watching for watching in self._watching if watching is not timings)
 
     async def aclose(self) -> None:
+        for peer, names in self.uploads.clear().items():
+            if idle := [channel for channel in self._idle.get(peer, ()) if not channel.closed]:
+                with contextlib.suppress(KwflowError, OSError, TimeoutError):
+                    async with asyncio.timeout(DROP_SECONDS):
+                        await idle[0](Message({"op": "drop", "scope": self.uploads.scope, "names": names}))
         for channels in self._idle.values():
             while channels:
                 await channels.pop().aclose()
@@ -186,6 +230,7 @@ class Pool:
     def forget(self) -> None:
         """In a forked child: drop the parent's channels without closing them."""
         self._idle.clear()
+        self.uploads.forked()
         self._lock = threading.Lock()  # a thread of the parent's may have had it
 
 

@@ -43,6 +43,7 @@ from kwflow.wire.message import Message
 from kwflow.worker.compute import BACKWARD, DECODE, FORWARD, PREFILL, Compute
 from kwflow.worker.hello import features, hello
 from kwflow.worker.inbox import Inbox, Neighbour
+from kwflow.worker.kept import DEFAULT_KEEP_BYTES, DEFAULT_KEEP_CLIENT_BYTES, Keeping, Kept
 from kwflow.worker.requests import (
     MAX_ORDER,
     copy_to,
@@ -69,12 +70,20 @@ class Served:
     """A span that is served: makes a Connection for each channel that a client opens."""
 
     def __init__(
-        self, spec: SpanSpec, *, model: str = "", kv_bytes: int = DEFAULT_KV_BYTES, batch_tokens: int = 1 << 16
+        self,
+        spec: SpanSpec,
+        *,
+        model: str = "",
+        kv_bytes: int = DEFAULT_KV_BYTES,
+        batch_tokens: int = 1 << 16,
+        keep_bytes: int = DEFAULT_KEEP_BYTES,
+        keep_client_bytes: int = DEFAULT_KEEP_CLIENT_BYTES,
     ):
         self.spec, self.model = spec, model
         self.kv_bytes, self.batch_tokens = kv_bytes, batch_tokens
         self.compute = Compute()
         self.kv_used = 0
+        self.kept = Kept(spec.device, keep_bytes, keep_client_bytes)
         self.neighbours: Neighbour | None = None  # how other workers are reached, if they are
         self.inboxes: dict[str, Inbox] = {}  # of sessions, by name
         self._handing: set[asyncio.Task[None]] = set()
@@ -83,6 +92,7 @@ class Served:
     def forked(self) -> None:
         """In a forked child: the parent's sessions are not here."""
         self.kv_used = 0
+        self.kept.clear()
         self.inboxes.clear()
         self._handing.clear()
         disown_in_forks(self)
@@ -134,16 +144,18 @@ class ClientConnection:
     def __init__(self, served: Served, remote: str):
         self.served, self.remote = served, remote
         self.session: SessionState | None = None
+        self.keeping = Keeping(served.kept)
         self.closed = False
 
     async def handle(self, request: Message) -> Message:
         """Answer one request; every error becomes a reply that says whose it is."""
         operations = {"hello": self._hello, "run": self._run, "step": self._step, "push": self._push}
+        operations |= {"keep": self.keeping.keep, "drop": self.keeping.drop}
         name = request.meta.get("op")
         try:
             if not isinstance(name, str) or name not in operations:
                 raise UnsupportedError(f"this worker (kwflow {__version__}) has no operation {name!r}")
-            return await operations[name](request)
+            return await operations[name](self.served.kept.resolved(request))
         except KwflowError as error:
             return Message({"error": to_wire(error, span=request.meta.get("span"))})
         except Exception as error:  # noqa: BLE001  reported to the client, whatever it is
@@ -151,6 +163,7 @@ class ClientConnection:
 
     def close(self) -> None:
         self.closed = True
+        self.keeping.close()
         self._release()
 
     def _release(self) -> None:

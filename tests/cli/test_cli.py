@@ -64,7 +64,7 @@ def test_an_unknown_command_is_refused(kwflow: Run) -> None:
     assert status == 2 and "wroker" in err
 
 
-@pytest.mark.parametrize("option", ["--threads=0", "--port=65536", "--port=-1", "--kv-mb=0"])
+@pytest.mark.parametrize("option", ["--threads=0", "--port=65536", "--port=-1", "--kv-mb=0", "--keep-mb=-1"])
 def test_numbers_out_of_range_are_refused(kwflow: Run, option: str) -> None:
     status, _, err = kwflow("worker", "./nowhere", "--blocks=0:1", option)
     assert status == 2 and option.partition("=")[0] in err and "than or equal to" in " ".join(err.split())
