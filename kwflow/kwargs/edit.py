@@ -22,7 +22,8 @@ from torch import Tensor
 from kwflow.errors import KwargError, ShapeError, SpanError
 from kwflow.kwargs.axes import Axed, spread
 from kwflow.kwargs.kwarg import Act, Features, LayerCall, Place
-from kwflow.kwargs.operations import KINDS, OPERATIONS, widened
+from kwflow.kwargs.noise import Noise, selected
+from kwflow.kwargs.operations import KINDS, OPERATIONS, Operation, widened
 from kwflow.kwargs.points import EDITED, EMBED, HEAD, features_of, no_point, numbers, point_at, takes_edits, within
 from kwflow.kwargs.positions import Columns, select
 from kwflow.kwargs.schema import Spec
@@ -35,7 +36,7 @@ ENTRY_KEYS = ("kind", "point", "value", "strength", "at", "heads", "dims", "basi
 class Edit:
     """One edit; made by the functions of ``kf.edits``."""
 
-    kind: str  # of OPERATIONS
+    kind: str  # of OPERATIONS; or noise, which becomes an add
     values: Mapping[tuple[int, ...], Any]  # for some layers, a tensor, its axes or a number
     point: str
     at: Any
@@ -43,6 +44,7 @@ class Edit:
     heads: tuple[int, ...] | None
     dims: tuple[int, ...] | None = None
     basis: Any = None
+    seed: int | None = None  # of noise, whose values are how strong it is
 
     def __repr__(self) -> str:
         layers = ", ".join(str(layer) for layers in self.values for layer in layers)
@@ -65,6 +67,7 @@ def make(
     *,
     strength: Any = 1.0,
     basis: Any = None,
+    seed: int | None = None,
 ) -> Edit:
     """An edit of a kind, as a caller gives it. Raises KwargError or SpanError."""
     what = name_of(kind)
@@ -86,7 +89,7 @@ def make(
         raise SpanError(f"{what}: the point 'embed' is the input of layer 0, got layers={layers!r:.60}")
     heads = None if heads is None else numbers(heads, "heads", what)
     dims = None if dims is None else numbers(dims, "dims", what)
-    return Edit(kind, values, point, at, strength, heads, dims, basis)
+    return Edit(kind, values, point, at, strength, heads, dims, basis, seed)
 
 
 # ---- from what a caller gives to what a block gets ---------------------------------------------------------------
@@ -113,9 +116,12 @@ def lower(edits: Any, span: tuple[int, int], columns: Columns) -> list[tuple[tup
         for layers, value in edit.values.items():
             if outside := [layer for layer in layers if not span[0] <= layer < span[1]]:
                 raise SpanError(f"{what} names layer {outside[0]}; this flow has layers {span[0]}:{span[1]} (absolute)")
-            entry = _entry(edit, value, index, columns, what)
+            if edit.seed is None:
+                entries = [(layers, _entry(edit, value, index, columns, what))]
+            else:
+                entries = _noisy(edit, value, layers, *selected(index, columns.position_BS))
             if index is None or not columns.session or bool((index >= 0).any()):
-                lowered.append((layers, entry))
+                lowered += entries
     return lowered
 
 
@@ -131,12 +137,20 @@ def _entry(edit: Edit, value: Any, index_BS: Tensor | None, columns: Columns, wh
     elif positions is not None:
         entry["at"] = Axed(columns.position_BS, ("batch", "seq"))
     if not columns.session and positions is not None and columns.position_BS.numel():
-        selected = _selected(columns.position_BS if index_BS is None else index_BS)
-        if positions != selected:
+        count = _selected(columns.position_BS if index_BS is None else index_BS)
+        if positions != count:
             raise ShapeError(
-                f"{what}, {name_of(edit.kind)}: value has pos = {positions}, at= selects {selected} positions"
+                f"{what}, {name_of(edit.kind)}: value has pos = {positions}, at= selects {count} positions"
             )
     return entry
+
+
+def _noisy(edit: Edit, std: Any, layers: Sequence[int], at_BS: Tensor, position_BP: Tensor) -> list[Any]:
+    """The entries of noise, each layer's own: an add, whose value is drawn when it is bound."""
+    assert edit.seed is not None
+    entry = {"kind": "add", "point": edit.point, "strength": _as_float(std), "at": Axed(at_BS, ("batch", "seq"))}
+    entry |= {key: list(chosen) for key in ("heads", "dims") if (chosen := getattr(edit, key)) is not None}
+    return [((layer,), {**entry, "value": Noise(edit.seed, layer, position_BP)}) for layer in layers]
 
 
 def _as_float(value: Any) -> Any:
@@ -172,9 +186,11 @@ def check(entry: Any, place: Place) -> dict[str, Any]:
     name = within(entry.get("point"), place.spec.points, place.projections, what)
     if unknown := [key for key in entry if key not in ENTRY_KEYS]:
         raise KwargError(f"{what} carries {unknown[0]!r:.40}, which no edit has")
-    operation, what = OPERATIONS[entry["kind"]], f"{what}, {name_of(entry['kind'])}"
+    value, strength, noise = entry.get("value"), entry.get("strength"), isinstance(entry.get("value"), Noise)
+    operation, what = OPERATIONS[entry["kind"]], f"{what}, {name_of('noise' if noise else entry['kind'])}"
     known, features = {**sizes}, features_of(point_at(name), place.projections)
     known |= {} if features is None else {"feature": features}
+    whole = {**known}
     last = point_at(name).features[-1]
     if "heads" in entry and not point_at(name).by_head:
         raise KwargError(f"{what}: heads={entry['heads']!r:.60} belong to point='head', not to {name!r}")
@@ -188,22 +204,29 @@ def check(entry: Any, place: Place) -> dict[str, Any]:
         if not isinstance(at, Axed) or at.axes != ("batch", "seq") or at.tensor.dtype != torch.long:
             raise KwargError(f"{what}: at is a tensor of int64, 'batch seq', on the wire")
         check_sizes(at, known, {}, what=f"{what}, at")
-    value, strength = entry.get("value"), entry.get("strength")
+    if isinstance(value, Noise):  # the caller's own: from the wire come tensors only
+        value = value.drawn(name, whole, entry)
     if not (operation.by_factor and isinstance(value, float)):
         value = bind_floats(value, [operation.signature(name)], known, free, what=f"{what}, value")
     if not isinstance(strength, float):
-        strength = bind_floats(strength, ["[batch]"], known, free, what=f"{what}, scale")
-    basis = {}
+        strength = bind_floats(strength, ["[batch]"], known, free, what=f"{what}, {'std' if noise else 'scale'}")
+    basis = _check_basis(entry, operation, known, free, what)
+    if isinstance(value, Axed) and (positions := value.size("pos")) is not None:
+        count = _selected(at.tensor) if isinstance(at, Axed) else 0
+        if count > positions or at is None:
+            raise ShapeError(f"{what}: value has pos = {positions}, and {count} positions are selected")
+    return {**entry, "point": name, "value": value, "strength": strength, **basis}
+
+
+def _check_basis(
+    entry: Mapping[str, Any], operation: Operation, known: Mapping[str, int], free: dict[str, int], what: str
+) -> dict[str, Axed]:
+    """The basis of an edit that takes one, with axes."""
     if operation.in_basis != ("basis" in entry):
         raise KwargError(f"{what}: {'it takes a basis' if operation.in_basis else 'it has no basis'}")
-    if operation.in_basis:
-        signature = operation.basis_signature(name)
-        basis = {"basis": bind_floats(entry["basis"], [signature], known, free, what=f"{what}, basis")}
-    if isinstance(value, Axed) and (positions := value.size("pos")) is not None:
-        selected = _selected(at.tensor) if isinstance(at, Axed) else 0
-        if selected > positions or at is None:
-            raise ShapeError(f"{what}: value has pos = {positions}, and {selected} positions are selected")
-    return {**entry, "point": name, "value": value, "strength": strength, **basis}
+    signatures = [operation.basis_signature(entry["point"])]
+    given = {"basis": entry["basis"]} if operation.in_basis else {}
+    return {key: bind_floats(basis, signatures, known, free, what=f"{what}, {key}") for key, basis in given.items()}
 
 
 def _check_chosen(chosen: Any, key: str, size: int, what: str) -> int:

@@ -80,6 +80,7 @@ class _Edited:
         self.first_columns = 0  # columns of the step that runs now, if it begins a cache
         self.prompt_columns: int | None = None  # columns of the prompt of the generate call that runs now
         self.prompt_tokens: Tensor | None = None  # tokens of each of its rows' prompts, if its mask says so
+        self.rows: int | None = None  # of its batch, without beams
 
     def generating(self, generate: Callable[..., Any]) -> Callable[..., Any]:
         """The model's generate, with its prompt known to the forwards in it."""
@@ -90,11 +91,12 @@ class _Edited:
             embeds, mask = call.get("inputs_embeds"), call.get("attention_mask")
             ids = call.get("input_ids", call.get("inputs")) if embeds is None else embeds
             self.prompt_columns = ids.shape[1] if isinstance(ids, Tensor) else 1
+            self.rows = ids.shape[0] if isinstance(ids, Tensor) else 1
             self.prompt_tokens = mask.long().sum(1).cpu() if isinstance(mask, Tensor) and mask.dim() == 2 else None
             try:
                 return generate(*args, **kwargs)
             finally:
-                self.prompt_columns = self.prompt_tokens = None
+                self.prompt_columns = self.prompt_tokens = self.rows = None
 
         return with_prompt
 
@@ -172,6 +174,8 @@ class _Edited:
     def _bound(self, columns: Columns, batch: int, seq: int) -> Bound:
         """The edits of this forward, checked as a worker checks them."""
         sizes = span_sizes(self.config, self.family, self.layers)
+        if self.rows not in (None, batch) and any(edit.seed is not None for edit in self.edits):
+            raise UnsupportedError("as_hooks: kf.edits.noise goes by rows, which beams and several sequences repeat")
         sizes = {**sizes, "batch": batch, "seq": seq, "key": columns.start + seq}
         sections: list[Any] = []
         generated = self.prompt_columns is not None and columns.start >= self.prompt_columns

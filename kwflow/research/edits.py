@@ -7,11 +7,17 @@ Arguments that are not said are those of :func:`add`.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
+from kwflow.errors import KwargError
 from kwflow.kwargs.edit import Edit, make
+from kwflow.kwargs.noise import SEEDS
+from kwflow.kwargs.tree import as_int
 
-__all__ = ["add", "clamp_max", "clamp_min", "project_out", "put", "rotate", "scale", "set_component"]
+__all__ = ["add", "clamp_max", "clamp_min", "noise", "project_out", "put", "rotate", "scale", "set_component"]
 
 
 def add(
@@ -38,7 +44,10 @@ def add(
 def put(
     value: Any, layers: Any = None, *, point: str = "resid", at: Any = "all", heads: Any = None, dims: Any = None
 ) -> Edit:
-    """Replace activations by ``value`` (activation patching; Meng et al. 2022). Arguments as :func:`add`'s."""
+    """Replace activations by ``value`` (activation patching; Meng et al. 2022). Arguments as :func:`add`'s.
+
+    With the mean of activations it is mean ablation; at the point ``head`` a mean is each head's own.
+    """
     return make("put", value, layers, point, at, heads, dims)
 
 
@@ -117,3 +126,32 @@ def rotate(
     respect to source, basis and scale.
     """
     return make("rotate", source, layers, point, at, heads, dims, strength=scale, basis=basis)
+
+
+def noise(
+    std: Any,
+    layers: Any = None,
+    *,
+    seed: int,
+    point: str = "resid",
+    at: Any = "all",
+    heads: Any = None,
+    dims: Any = None,
+) -> Edit:
+    """Add ``std`` times standard normal noise, as causal tracing does to the subject's embeddings (Meng et al. 2022).
+
+        kf.edits.noise(0.1, point="embed", at=[2, 3], seed=0)
+
+    The numbers of a token depend on ``seed`` (0 to 2**64 - 1), the point, the layer, the row in the batch as it is
+    given, its token position and nothing else: they are the same to the bit in a call, in sub-batches, in a session and
+    in ``generate`` (whose beams have their row's), and after a failure. ``heads`` and ``dims`` get what they would get
+    among all. Drawn by the client in float32 (numpy's Philox), and sent: 4 bytes for each number. ``std``: a number, a
+    tensor "[batch]", or {layer: std}; differentiable with respect to a tensor.
+    """
+    number = as_int(seed)
+    if number is None or not 0 <= number < SEEDS:
+        raise KwargError(f"kf.edits.noise: seed={seed!r:.60}; give a whole number from 0 to 2**64 - 1")
+    for one in std.values() if isinstance(std, Mapping) else [std]:
+        if isinstance(one, Real) and not (0 <= float(one) and math.isfinite(one)):
+            raise KwargError(f"kf.edits.noise: std={one!r:.60}; give a finite number that is not negative")
+    return make("noise", std, layers, point, at, heads, dims, seed=number)

@@ -8,9 +8,11 @@ A new kwarg is a Row here; ``suite.py`` checks it in every family, ``python -m b
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ import kwflow as kf
 from kwflow.blocks.projections import find
 from kwflow.kwargs.points import EDITED, ENTERING
 from tests.families.configs import HEADS
-from tests.kwargs.row import MASK, NEW, PADDED, B, Call, D, Given, L, Place, Row, S, before, behind
+from tests.kwargs.row import MASK, NEW, PADDED, PADS, B, Call, D, Given, L, Place, Row, S, before, behind
 from tests.oracle import Hook, with_prompts
 from tests.oracle.tiny import positions_of, random, span
 
@@ -134,6 +136,29 @@ def rotated(place: Place) -> list[Hook]:
         return torch.where(last, y + (inside @ basis.mT).to(y.dtype), y)
 
     return [behind(place, place.module("resid"), swap_in)]
+
+
+def normal(seed: int, point: str, layer: int, row: int, position: int, *shape: int) -> Tensor:
+    """The numbers of ``kf.edits.noise`` at one token, before std."""
+    key, counter = [seed, zlib.crc32(point.encode())], [0, position, row, layer]
+    bits = np.random.Philox(key=np.array(key, np.uint64), counter=np.array(counter, np.uint64))
+    return torch.from_numpy(np.random.Generator(bits).standard_normal(shape, np.float32))
+
+
+def noisy(place: Place) -> list[Hook]:
+    """A row is known by its prompt's length: alone it has the numbers that it has in the batch."""
+    there = place.mask.bool()
+    drawn = torch.zeros(*there.shape, D)
+    for row, column in there.nonzero().tolist():
+        number, position = PADS.index(S - int(place.prompt[row])), int(place.mask[row, :column].sum())
+        drawn[row, column] = normal(7, "resid", place.layer, number, position, D)
+
+    def add(y: Tensor) -> Tensor:
+        wide = torch.promote_types(y.dtype, torch.float32)
+        more = (place.x["a"][:, None, None].to(wide) * drawn.to(y.dtype)).to(y.dtype)
+        return torch.where(there[..., None], y + more, y)
+
+    return [behind(place, place.module("resid"), add)]
 
 
 def edits(make: Callable[[Given, int], Any]) -> Callable[[Given], dict[str, Any]]:
@@ -421,6 +446,15 @@ ROWS = [
         rotated,
         spread=0.3,
         exact=False,
+    ),
+    Row(
+        "edit: noise",
+        "edit",
+        "edits_n",
+        lambda f: {"edit": kf.edits.noise(kf.axes(random(B + 1), "batch"), 1, seed=7)},
+        lambda f: {"a": ()},
+        edits(lambda g, n: kf.edits.noise(g.tensor("a", "", n), n, seed=7)),
+        noisy,
     ),
     Row(
         "edit: projections",
