@@ -24,7 +24,7 @@ from kwflow.autograd.transforms import in_forward_mode, is_wrapped
 from kwflow.client.call import Estimate, Plan, PlanCall, join_rows, schemas_of
 from kwflow.client.inputs import Ends, _no_capture, token_ids
 from kwflow.client.options import Options
-from kwflow.client.page import flow_page
+from kwflow.client.page import Kwargs, flow_page
 from kwflow.client.peers import Hop, Peers
 from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry
@@ -37,7 +37,6 @@ from kwflow.kwargs.bound import Bound, Span
 from kwflow.kwargs.capture import Capture, pick
 from kwflow.kwargs.hidden import check_hidden
 from kwflow.kwargs.positions import Columns
-from kwflow.kwargs.schema import Spec
 from kwflow.kwargs.tree import as_int
 from kwflow.wire import channel, loop
 from kwflow.wire.hello import Hello
@@ -69,6 +68,11 @@ class Flow:
     def tokenizer(self) -> Any:
         """The model's own (transformers'), padding on the left. Raises ModelError where its folder has none."""
         return self.ends.tokenizer
+
+    @property
+    def config(self) -> Any:
+        """The model's config, transformers' own; to be read: what is changed in it changes nothing on the workers."""
+        return self.ends.config
 
     def __getitem__(self, layers: slice) -> Flow:
         """A slice by absolute layer numbers, within this flow's span."""
@@ -261,10 +265,10 @@ class Flow:
         out = {"hidden": self.embed(ids, position_ids=positions), "attention_mask": mask}
         return {**out, "position_ids": positions} if self.ends.takes_positions else out
 
-    def kwargs(self) -> dict[str, Spec]:
-        """The kwargs that some of this flow's layers take beside attention_mask and position_ids."""
+    def kwargs(self) -> Kwargs:
+        """The kwargs that some of this flow's layers take beside attention_mask and position_ids: a dict of Specs."""
         route = self.dispatcher.route(self.span, self.dispatcher.retry())
-        return {n: spec for hop in route for n, spec in hop.schema.kwargs.items() if spec.group != "call"}
+        return Kwargs({n: spec for hop in route for n, spec in hop.schema.kwargs.items() if spec.group != "call"})
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """What ``lora`` and ``ia3`` may name in all of this flow's layers: features in and out, by dotted name."""

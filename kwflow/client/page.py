@@ -1,7 +1,8 @@
-"""How a flow and a session show themselves in a notebook."""
+"""How a flow, its kwargs and a session show themselves in a notebook; the kwargs in a terminal too."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -9,13 +10,44 @@ from typing import TYPE_CHECKING
 from kwflow.client.peers import Hop, KnownWorker, Peers
 from kwflow.client.retry import Retry, wait
 from kwflow.errors import KwflowError
+from kwflow.kwargs.schema import Spec
 from kwflow.show import html as pages
 
 if TYPE_CHECKING:
     from kwflow.client.stage import Replay, Stage
     from kwflow.kwargs.bound import Span
 
+LINE = 120  # columns of a printed line
 LOOK_SECONDS = 2.0  # that workers are given to say who they are
+
+
+class Kwargs(dict[str, Spec]):
+    """Kwargs by name: a dict that reads well when it is printed."""
+
+    def __repr__(self) -> str:
+        if not self:
+            return "no kwargs"
+        width = max(map(len, self))
+        indent = " " * (width + 4)
+        wrapped = [
+            textwrap.wrap(text, LINE, initial_indent=f"  {name:{width}}  ", subsequent_indent=indent)
+            for name, text in self._rows()
+        ]
+        return "\n".join(line for lines in wrapped for line in lines)
+
+    def _repr_html_(self) -> str:
+        return pages.page("kwargs", pages.table(["name", "takes"], [list(row) for row in self._rows()]))
+
+    def _rows(self) -> list[tuple[str, str]]:
+        return [(name, _takes(spec)) for name, spec in sorted(self.items())]
+
+
+def _takes(spec: Spec) -> str:
+    """What a kwarg takes, in words."""
+    more = [f"at {', '.join(spec.points)}"] if spec.points else []
+    more += ["or {layer: value}"] if spec.by_layer else []
+    more += ["which must be given"] if spec.required else []
+    return "; ".join([spec.says(), *more])
 
 
 def flow_page(title: str, layers: int, span: Span, peers: Peers, blocked: Collection[str]) -> str:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -235,8 +237,18 @@ def family_class(name: str) -> type:
     """The class of one of ``class_names``, made when it is first asked for."""
     auto, hf_name = class_names()[name]
     hf = getattr(importlib.import_module("transformers"), hf_name)
+    logging.getLogger("transformers.pipelines.base").addFilter(_unless_known_to_pipelines)
     # a base model is the one that others stand on, which puts trained prompts before its columns
     return distributed(prefixed(hf) if auto is AutoDistributedModel else hf, auto, auto._mixin)
+
+
+def _unless_known_to_pipelines(record: logging.LogRecord) -> bool:
+    """Whether to log a record of transformers' pipelines: not that it lists no class of ours whose own class it lists.
+
+    It goes by the class's name alone, says so with the names of all others (14 kB), and then runs it.
+    """
+    matched = re.match(r"The model 'Distributed(\w+)' is not supported for", message := record.getMessage())
+    return matched is None or f"'{matched[1]}'" not in message
 
 
 def _connected(

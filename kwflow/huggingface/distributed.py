@@ -28,7 +28,7 @@ from kwflow.kwargs import prefix_kv as prefix
 from kwflow.kwargs.bind import PerLayer
 from kwflow.kwargs.capture import Capture
 from kwflow.kwargs.edit import Edit
-from kwflow.kwargs.positions import token_position
+from kwflow.kwargs.positions import token_position, without_masks
 from kwflow.kwargs.tree import flatten
 from kwflow.models.ends import bridged, layer_dropouts
 from kwflow.models.prepare import arguments, cache_argument
@@ -143,6 +143,8 @@ class Distributed:
             return self.flow(hidden, **step)
         settings = generate_call.get()
         settings = settings if cache is settings.cache else NO_CALL
+        if settings.prompt is not None and cache.session.position >= settings.prompt:
+            step = without_masks(step)
         return cache.session.step_expanded(
             hidden,
             step,

@@ -19,6 +19,7 @@ from kwflow.huggingface.distributed import EXTRAS, NOT_SENT, Distributed, Genera
 from kwflow.huggingface.remote_cache import RemoteCache
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.capture import Capture
+from kwflow.kwargs.positions import is_mask
 from kwflow.models.prepare import CACHE_NAMES, arguments, cache_argument
 from kwflow.models.spans import quiet
 
@@ -172,8 +173,13 @@ class Generates(Distributed):
             )
         if settings.guidance_scale not in (None, 1) and (named := _phases(block_kwargs)):
             raise KwargError(
-                f"generate(guidance_scale=…): at={named[0]!r} names a phase, and guidance runs a second sequence, "
+                f"generate(guidance_scale=…): at={named[0]} names a phase, and guidance runs a second sequence, "
                 f"which has a prompt of its own: give at='all' or a list of token positions, which act on both"
+            )
+        if settings.prefill_chunk_size and any(map(is_mask, _positioned(block_kwargs))):
+            raise KwargError(
+                "generate(prefill_chunk_size=…): at= is a bool mask, of a prompt that comes as one: give "
+                "each row's token positions, a tensor of ints (batch, pos)"
             )
         if isinstance(wanted := block_kwargs.get("capture"), Capture) and not wanted.empty:
             raise SessionError("this Capture holds what another session or call captured; make a new one")
@@ -213,9 +219,16 @@ class Ending(StoppingCriteriaList):
 
 def _phases(block_kwargs: Mapping[str, Any]) -> list[str]:
     """What names a part of the prompt, or what is generated, among the ``at=`` of edits and captures."""
+    positioned = _positioned(block_kwargs)
+    masks = ["a bool mask" for at in positioned if is_mask(at)]
+    return [*(repr(at) for at in positioned if isinstance(at, str) and at != "all"), *masks]
+
+
+def _positioned(block_kwargs: Mapping[str, Any]) -> list[Any]:
+    """Every ``at=`` of edits and captures."""
     edits = block_kwargs.get("edit")
-    positioned = [*(edits if isinstance(edits, Sequence) else [edits]), block_kwargs.get("capture")]
-    return [at for value in positioned if isinstance(at := getattr(value, "at", None), str) and at != "all"]
+    values = [*(edits if isinstance(edits, Sequence) else [edits]), block_kwargs.get("capture")]
+    return [value.at for value in values if hasattr(value, "at")]
 
 
 def _inputs(call: Mapping[str, Any]) -> Any:

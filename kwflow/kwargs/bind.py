@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kwflow.errors import AxesError, KwargError, ShapeError, SpanError, UnknownKwarg, did_you_mean
@@ -240,6 +241,11 @@ def _by_signatures(name: str, value: Any, place: Place) -> Any:
         for kind in spec.scalars:
             if isinstance(value, SCALARS[kind]) and (kind == "bool" or not isinstance(value, bool)):
                 return value
+    number = _number(value)
+    kinds = next((k for s, k in forms.items() if number is not None and () in expansions(s)), ())
+    if number is not None and (not isinstance(number, bool) or "bool" in kinds) and kinds:
+        whole = isinstance(number, bool) or (isinstance(number, int) and "int" in kinds)
+        return leaf(torch.tensor(number, dtype=None if whole else torch.float64))
     got, takes = type(value).__name__, replace(spec, forms=tuple(forms.items())).says()
     if isinstance(value, bool | int | float | str):
         got += f" {value!r:.80}"
@@ -252,6 +258,13 @@ def _by_signatures(name: str, value: Any, place: Place) -> Any:
             else f"; kf.per_layer({{layer: {{{name!r}: …}}}})"
         )
     raise KwargError(f"{what} takes {takes}, got {got}")
+
+
+def _number(value: Any) -> bool | int | float | None:
+    """A number of Python's, or of numpy's, which may be an array without dimensions."""
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "__array__"):
+        value = value.item()
+    return value if isinstance(value, bool | int | float) else None
 
 
 def _projections(schemas: Schemas, spans: Sequence[Span]) -> Projections:

@@ -5,7 +5,7 @@
     prompt[-1]   prompt[2:5]       counted within each row's prompt; prompt[-1] predicts the first generated token
     [3, 5]                         token positions: a row's count of unmasked tokens, from 0
     tensor "batch pos"             token positions of each row
-    bool tensor "batch seq"        columns of this call
+    bool tensor "batch seq"        columns of this call; in generate those of the prompt
 
 A row means the same alone, padded, chunked or decoding. Imports no network and no torch.nn.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,6 +175,24 @@ def _numbered(target_BP: Tensor, columns: Columns, at: Any, what: str) -> Tensor
     return torch.where(equal_BSP.any(2), equal_BSP.int().argmax(2), -1)
 
 
+def _of_prompt(mask: Tensor, columns: Columns) -> Tensor:
+    """A mask of the prompt's columns, in a step that goes on behind them, without these."""
+    seq = columns.position_BS.shape[1]
+    prompt = 0 if columns.prompt_S is None else int(columns.prompt_S.sum())
+    return torch.constant_pad_nd(mask, (0, seq - prompt)) if mask.dim() == 2 and mask.shape[1] == prompt < seq else mask
+
+
+def without_masks(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The kwargs of a step of generate behind the prompt, whose columns the bool masks among ``at=`` are of."""
+    edits, capture = kwargs.get("edit"), kwargs.get("capture")
+    listed = edits if isinstance(edits, Sequence) else [edits]
+    kept = {
+        name: value for name, value in kwargs.items() if name != "capture" or not is_mask(getattr(capture, "at", 0))
+    }
+    others = [edit for edit in listed if not is_mask(getattr(edit, "at", None))]
+    return kept if len(others) == len(listed) else {**kept, "edit": others}
+
+
 def _tensor(at: Any, columns: Columns, what: str) -> Tensor:
     values = at.tensor if isinstance(at, Axed) else at
     if isinstance(values, Tensor) and is_mapped(values):
@@ -188,6 +206,7 @@ def _tensor(at: Any, columns: Columns, what: str) -> Tensor:
         raise AxesError(f"{what}: at={at!r}; positions have the axes 'pos' or 'batch pos', a bool mask 'batch seq'")
     rows, (batch, seq) = (1, columns.position_BS.shape[0]), columns.position_BS.shape
     if tensor.dtype is torch.bool:
+        tensor = _of_prompt(tensor, columns)
         if tensor.dim() != 2 or tensor.shape[1] != seq or (tensor.shape[0] != 1 and batch not in (1, tensor.shape[0])):
             raise ShapeError(f"{what}: at={describe(tensor)}; a bool mask is (batch, seq), here {(batch, seq)}")
         inside = tensor & (columns.position_BS >= 0)

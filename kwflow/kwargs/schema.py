@@ -41,7 +41,7 @@ class Spec:
     def says(self) -> str:
         """What the kwarg takes, for an error message."""
         if self.points:
-            return "what kf.add, kf.put, kf.scale, kf.project_out or kf.Capture make"
+            return "what kf.add and the others of kf.edits make, or a kf.Capture"
         if self.projections or self.prefix:
             return self.projections or self.prefix
         tensors = ["a tensor with axes " + " | ".join(map(repr, self.signatures))] if self.forms else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kwflow.errors import ModelError, ShapeError, UnsupportedError
 from kwflow.kwargs.axes import describe
+from kwflow.kwargs.tree import as_int
 from kwflow.models.families import blank_inputs, family_of, replace_layers
 from kwflow.models.files.checkpoint import Checkpoint, model_name
 from kwflow.models.spans import quiet, read_config, resolve_dtype, skeleton
@@ -111,7 +112,7 @@ def load_shell(model: str | os.PathLike[str], dtype: torch.dtype | str | None) -
     layers, config.num_hidden_layers = config.num_hidden_layers, 1
     shell, checkpoint = skeleton(config, target), Checkpoint(folder)
     shell.config.num_hidden_layers = layers
-    replace_layers(getattr(shell, shell.base_model_prefix), family, [StandIn(family.tuples)])
+    replace_layers(getattr(shell, shell.base_model_prefix), family, StandIns([StandIn(family.tuples)], layers))
     fill_buffers(shell, shell)
     tensors, _ = Sources(shell, checkpoint, target).read(lambda name: True)
     shell.load_state_dict(tensors, strict=False, assign=True)
@@ -133,6 +134,22 @@ def bridged(bridge: Bridge) -> Iterator[None]:
         _bridge.reset(token)
 
 
+_REMOTE = "the layers are on the workers"
+_INSTEAD = "edit= and steer= act there, and capture= or flow.capture brings back what they give"
+
+
+class StandIns(nn.ModuleList):
+    """The list of layers, which is one stand-in for all: whichever layer is asked for, it is the one."""
+
+    def __init__(self, modules: Iterable[nn.Module] | None = None, layers: int = 1):
+        super().__init__(modules)
+        self.layers = layers
+
+    def __getitem__(self, which: Any) -> Any:
+        number = as_int(which)
+        return super().__getitem__(0 if number is not None and -self.layers <= number < self.layers else which)
+
+
 class StandIn(nn.Module):
     """The one module in the layer list, in place of all."""
 
@@ -142,12 +159,16 @@ class StandIn(nn.Module):
 
     def register_forward_hook(self, *_: Any, **__: Any) -> NoReturn:
         """A hook here would see what all layers together give, and nothing inside. Raises UnsupportedError."""
-        raise UnsupportedError(
-            "the layers are on the workers, so hooks do not reach them: edit= and steer= act there, and capture= or "
-            "flow.capture brings back what they give"
-        )
+        raise UnsupportedError(f"{_REMOTE}, so hooks do not reach them: {_INSTEAD}")
 
     register_forward_pre_hook = register_full_backward_hook = register_forward_hook
+    register_full_backward_pre_hook = register_forward_hook
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(f"no {name!r} here: {_REMOTE}, their modules too; {_INSTEAD}") from None
 
     def forward(self, hidden: Tensor, *_: Any, **kwargs: Any) -> Any:
         bridge = _bridge.get(None)

@@ -340,10 +340,11 @@ def layer_list(base: nn.Module, family: Family) -> Any:
     return base.get_submodule(family.layers)
 
 
-def replace_layers(base: nn.Module, family: Family, modules: Sequence[nn.Module]) -> None:
+def replace_layers(base: nn.Module, family: Family, modules: Sequence[nn.Module] | nn.ModuleList) -> None:
     """Put other modules in the layers' place."""
     owner, _, name = family.layers.rpartition(".")
-    setattr(base.get_submodule(owner), name, nn.ModuleList(modules))
+    listed = modules if isinstance(modules, nn.ModuleList) else nn.ModuleList(modules)
+    setattr(base.get_submodule(owner), name, listed)
 
 
 def blank_inputs(model: Any, hidden: Tensor) -> Tensor:

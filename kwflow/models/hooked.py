@@ -24,7 +24,7 @@ from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.edit import Edit, check, lower
 from kwflow.kwargs.kwarg import Place
 from kwflow.kwargs.points import edited_in
-from kwflow.kwargs.positions import Columns, token_position
+from kwflow.kwargs.positions import Columns, token_position, without_masks
 from kwflow.kwargs.schema import Spec
 from kwflow.models.families import family_of, layer_list, span_sizes
 from kwflow.models.hooks import edit_hooks
@@ -174,7 +174,9 @@ class _Edited:
         sizes = span_sizes(self.config, self.family, self.layers)
         sizes = {**sizes, "batch": batch, "seq": seq, "key": columns.start + seq}
         sections: list[Any] = []
-        for number, (layers, entry) in enumerate(lower(self.edits, self.span, columns)):
+        generated = self.prompt_columns is not None and columns.start >= self.prompt_columns
+        edits = without_masks({"edit": self.edits})["edit"] if generated else self.edits
+        for number, (layers, entry) in enumerate(lower(edits, self.span, columns)):
             place = Place(f"edit[{number}]", Spec(points=self.points), sizes, self.projections, single_layer=True)
             sections.append((layers, {"edit": [check(entry, place)]}))
         return Bound.of(self.span, sections)

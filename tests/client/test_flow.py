@@ -725,3 +725,28 @@ def test_a_closed_flow_says_so_at_once() -> None:
             remote.options(timeout=20)(**x)
         with pytest.raises(CallerError, match="the flow is closed"):
             session.step(**x)
+
+
+def test_a_flow_says_what_its_model_is_and_what_its_layers_take() -> None:
+    def warmed(params: Any, hidden: Tensor, /, *, block: Any, warmth: kf.Axes[""] = None, times: int = 1, **kw: Any):
+        """Takes a tensor without dimensions, and a number."""
+        return block(params, hidden, **kw) if warmth is None else block(params, hidden, **kw) * warmth * times
+
+    remote = make_flow("llama", TWO, block_fn=warmed)
+    assert remote.config.num_hidden_layers == LAYERS and remote.config.hidden_size == HIDDEN
+    taken = remote.kwargs()
+    assert {"steer", "edit", "warmth"} <= set(taken) and taken["steer"].by_layer
+    lines = repr(taken).splitlines()
+    assert max(map(len, lines)) <= 120 and any(line.startswith("  steer ") and "hidden" in line for line in lines)
+    assert "kf.edits" in repr(taken) and "<table" in taken._repr_html_()
+
+
+@pytest.mark.parametrize("number", [0.5, 2, np.float32(0.5), np.array(2.0)])
+def test_a_number_stands_for_a_tensor_without_dimensions(number: Any) -> None:
+    def warmed(params: Any, hidden: Tensor, /, *, block: Any, warmth: kf.Axes[""], **kw: Any):
+        return block(params, hidden, **kw) * warmth
+
+    remote, hidden = make_flow("llama", TWO, block_fn=warmed), random(2, 3, HIDDEN)
+    assert_bits(remote(hidden, warmth=number), remote(hidden, warmth=torch.tensor(float(number))))
+    with pytest.raises(KwargError, match="warmth takes"):
+        remote(hidden, warmth=str(number))

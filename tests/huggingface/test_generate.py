@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import kwflow as kf
 from kwflow.client.stages import Stages
-from kwflow.errors import KwargError, SessionError, SpanError, UnknownKwarg, UnsupportedError
+from kwflow.errors import KwargError, SessionError, ShapeError, SpanError, UnknownKwarg, UnsupportedError
 from tests.families.marks import quickly
 from tests.oracle import assert_bits, assert_close, cache_name, layers_of, with_prompts
 from tests.oracle import hooked as having
@@ -738,14 +738,59 @@ def test_a_float_mask_of_ones_and_zeros_is_taken_as_transformers_takes_it(pair: 
     assert_bits(model(ids(2, 4), attention_mask=mask.float()).logits, local(ids(2, 4), attention_mask=mask).logits)
 
 
+@pytest.mark.parametrize("way", quickly(("beams",), ("greedy", "beams", "sampled, several returned")))
+def test_a_bool_mask_says_which_columns_of_the_prompt_are_edited(pair: tuple[Any, Any], way: str) -> None:
+    model, local = pair
+    given, chosen = prompt(), torch.zeros(2, 7, dtype=torch.bool)
+    chosen[0, [2, 6]] = chosen[1, 4:6] = True
+
+    def edit(layer: int, _: Tensor, out: Tensor) -> Tensor:
+        if layer != 2 or out.shape[1] != 7:
+            return out
+        return out + 9 * V * chosen.repeat_interleave(len(out) // 2, 0)[..., None]
+
+    with hooked(local, edit):
+        theirs = generated(local, WAYS[way], given)
+    acts = kf.Capture({"resid": [2]}, at=chosen)
+    ours = generated(model, WAYS[way], given, edit=kf.add(9 * V, 2, at=chosen), capture=acts)
+    assert torch.equal(ours, theirs) and not torch.equal(ours, generated(local, WAYS[way], given))
+    assert acts["resid", 2].shape[1] == 2  # of the generated tokens none
+    with kf.steering.as_hooks(local, [kf.add(9 * V, 2, at=chosen)]):
+        assert torch.equal(generated(local, {}, given), generated(model, {}, given, edit=kf.add(9 * V, 2, at=chosen)))
+    with pytest.raises(KwargError, match="bool mask, of a prompt that comes as one"):
+        generated(model, WAYS["prefilled in chunks"], given, edit=kf.add(9 * V, 2, at=chosen))
+    with pytest.raises(ShapeError, match=r"a bool mask is \(batch, seq\)"):
+        generated(model, WAYS[way], given, edit=kf.add(9 * V, 2, at=chosen[:, :5]))
+
+
+def test_a_pipeline_runs_and_says_nothing(pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import pipeline
+    from transformers.utils import logging
+
+    model, local = pair
+    logging.enable_propagation()
+    try:
+        one, other = (pipeline("text-generation", model=m, tokenizer=model.flow.tokenizer) for m in (model, local))
+    finally:
+        logging.disable_propagation()
+    assert not [record for record in caplog.records if "is not supported" in record.getMessage()]
+    said = {"max_new_tokens": 3, "do_sample": False}
+    assert one("a b c", **said) == other("a b c", **said)
+
+
 def test_what_would_be_silent_is_refused(pair: tuple[Any, Any], tmp_path: Any) -> None:
     model, _ = pair
     with pytest.raises(UnsupportedError, match="base model"):
         model.base_model(ids(1, 3))
-    stand_in = layers_of(model)[0]
-    for hook in (stand_in.register_forward_hook, stand_in.register_forward_pre_hook):
-        with pytest.raises(UnsupportedError, match="hooks do not reach them"):
-            hook(lambda *_: None)
+    for number in (0, 3, -1):
+        stand_in = layers_of(model)[number]
+        for when in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
+            with pytest.raises(UnsupportedError, match="hooks do not reach them: edit= and steer= act there"):
+                getattr(stand_in, f"register_{when}_hook")(lambda *_: None)
+        with pytest.raises(AttributeError, match="no 'mlp' here: the layers are on the workers"):
+            _ = stand_in.mlp
+    with pytest.raises(IndexError):
+        _ = layers_of(model)[LAYERS]
     with pytest.raises(UnsupportedError, match="nothing to save"):
         model.save_pretrained(tmp_path)
     assert model.config.num_hidden_layers == LAYERS
