@@ -201,14 +201,7 @@ _XGLM = Family(
 FAMILIES: dict[str, Family] = {
     "apertus": Family(norm1="attention_layernorm", norm2="feedforward_layernorm"),
     "arcee": Family(),
-    "biogpt": Family(
-        mlp="fc2",
-        out="self_attn.out_proj",
-        down="fc2",
-        norm1="self_attn_layer_norm",
-        norm2="final_layer_norm",
-        positions=LEARNED,
-    ),
+    "biogpt": replace(_XGLM, four_d=""),
     "bitnet": Family(),
     "bloom": _BLOOM,
     "codegen": _GPTJ,
