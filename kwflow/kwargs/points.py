@@ -1,12 +1,13 @@
 """The points of a layer: their names and meaning, in one place. Edits, captures, hooks and families read it here.
 
     embed       the input of layer 0                  resid_pre   the input of a layer
+    norm1 norm2 what attention is given, and what the feed-forward is: the outputs of the norms before them
     attn  mlp   what that part adds to the residual stream
     head        the attention's heads, before their output projection
     neuron      the feed-forward's activations, before its output projection
     resid       the output of a layer                 pattern     the attention's weights, which are captured only
 
-Where a family has ``attn``, ``mlp``, ``head``, ``neuron`` and ``pattern`` its row says (``models.families``). Every
+Where a family has these but ``embed``, ``resid_pre`` and ``resid`` its row says (``models.families``). Every
 projection has two points more, by the name that ``lora`` takes: ``"mlp.down_proj.in"``, what it is given, behind
 ``head`` and ``neuron`` and before ``ia3`` and ``lora`` act; ``"q_proj.out"``, what it gives, behind them.
 """
@@ -53,7 +54,9 @@ LEAVING = "resid"  # and its output
 _ALL = (  # in the order in which a block comes by them
     Point(EMBED, reached="input"),
     Point("resid_pre", reached="input"),
+    Point("norm1", aliases=("ln1", "ln_1", "input_layernorm")),
     Point("attn", aliases=("attn_out", "attention")),
+    Point("norm2", aliases=("ln2", "ln_2")),
     Point("mlp", aliases=("mlp_out",)),
     Point(HEAD, ("head", "head_dim"), "input", aliases=("z",)),
     Point(NEURON, (NEURON,), "input", aliases=("post", "mlp_post", "neurons")),

@@ -12,7 +12,7 @@ model like llama is ``Family()``. Otherwise look in ``transformers/models/NAME/m
   that no family has yet goes into LAYER_LISTS of ``tests/oracle/__init__.py`` too;
 - the base model's ``forward``: does it take ``position_ids``, and do they reach the layers? If not, say why in
   ``positions``. Does it unpack what a layer returns (``outputs[0]``)? Then ``tuples=True``;
-- the layer's ``__init__``: ``attn``, ``mlp``, and their last Linears, ``out`` and ``down``;
+- the layer's ``__init__``: ``attn``, ``mlp``, and their last Linears, ``out`` and ``down``; ``norm1`` and ``norm2``;
 - a ``torch.autograd.Function`` without ``setup_context`` has no torch.func rule: ``patch`` puts the same arithmetic in.
 """
 
@@ -47,6 +47,8 @@ class Family:
     mlp: str = "mlp"  # the same of the feed-forward or the mixture; "": it is scaled before it is added, as attention's
     out: str = "self_attn.o_proj"  # the attention's output projection, whose input is all heads side by side
     down: str = "mlp.down_proj"  # the feed-forward's, whose input is its neurons; a mixture's layer has none
+    norm1: str = "input_layernorm"  # the norm whose output attention is given; "": it is given the stream itself
+    norm2: str = "post_attention_layernorm"  # the same of the feed-forward
     positions: str = ""  # why position_ids are refused; empty: the blocks take them
     counts_mask: bool = False  # the model's own forward takes learned positions from the mask where none are given
     four_d: str = ""  # why a 4-D attention_mask is refused; empty: the blocks take one
@@ -59,7 +61,8 @@ class Family:
     def points(self) -> dict[str, str]:
         """Where ``kwflow.blocks.hooks`` finds the points of a layer."""
         parts = {"attn": self.attn, "mlp": self.mlp} if self.mlp else {}
-        return {**parts, "head": self.out, NEURON: self.down}
+        norms = {name: path for name, path in (("norm1", self.norm1), ("norm2", self.norm2)) if path}
+        return {**norms, **parts, "head": self.out, NEURON: self.down}
 
     def points_in(self, layers: Iterable[nn.Module]) -> dict[str, str]:
         """Those that each of some layers has."""
@@ -105,11 +108,18 @@ def _summing_apart(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def falcon(family: Family, config: Any) -> Family:
-    """Falcon models have rotary positions or ALiBi."""
+    """Falcon models have rotary positions or ALiBi, and one norm for both parts or one for each."""
+    if config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1:
+        family = replace(family, norm1="ln_attn", norm2="ln_mlp")
     if not config.alibi:
         return family
     mask = "this model adds its ALiBi to the mask that it makes from a 2-D one"
     return replace(family, positions=ALIBI, four_d=mask)
+
+
+def opt(family: Family, config: Any) -> Family:
+    """Some OPT models have their norms behind what is added."""
+    return family if config.do_layer_norm_before else replace(family, norm1="", norm2="")
 
 
 def falcon_kv(config: Any) -> Mapping[str, int]:
@@ -128,7 +138,9 @@ def latent_kv(config: Any) -> Mapping[str, int]:
     }
 
 
-_GPT2 = Family(layers="h", attn="attn", out="attn.c_proj", down="mlp.c_proj", positions=LEARNED)
+_GPT2 = Family(
+    layers="h", attn="attn", out="attn.c_proj", down="mlp.c_proj", norm1="ln_1", norm2="ln_2", positions=LEARNED
+)
 _BLOOM = Family(
     layers="h",
     attn="self_attention.dense",
@@ -155,33 +167,41 @@ _MPT = Family(
     mlp="ffn.down_proj",
     out="attn.out_proj",
     down="ffn.down_proj",
+    norm1="norm_1",
+    norm2="norm_2",
     positions=ALIBI,
     four_d="this family's attention knows what is masked, and no bias",
     tuples=True,
 )
-_GPTJ = Family(layers="h", attn="attn", out="attn.out_proj", down="mlp.fc_out")
-_NORMED = Family(attn="post_attention_layernorm", mlp="post_feedforward_layernorm")
+_GPTJ = Family(layers="h", attn="attn", out="attn.out_proj", down="mlp.fc_out", norm1="ln_1", norm2="")
+_NORMED = Family(attn="post_attention_layernorm", mlp="post_feedforward_layernorm", norm1="", norm2="")
+_SANDWICHED = replace(_NORMED, norm1="input_layernorm", norm2="pre_feedforward_layernorm")
 _OPT = Family(
     layers="decoder.layers",
     mlp="fc2",
     out="self_attn.out_proj",
     down="fc2",
+    norm1="self_attn_layer_norm",
+    norm2="final_layer_norm",
     positions=LEARNED,
     counts_mask=True,
+    vary=opt,
 )
 
 _XGLM = Family(
     mlp="fc2",
     out="self_attn.out_proj",
     down="fc2",
+    norm1="self_attn_layer_norm",
+    norm2="final_layer_norm",
     positions=LEARNED,
     four_d="this family's attention takes one that all heads share, made from a 2-D one",
 )
 
 FAMILIES: dict[str, Family] = {
-    "apertus": Family(),
+    "apertus": Family(norm1="attention_layernorm", norm2="feedforward_layernorm"),
     "arcee": Family(),
-    "biogpt": Family(mlp="fc2", out="self_attn.out_proj", down="fc2", positions=LEARNED),
+    "biogpt": replace(_XGLM, four_d=""),
     "bitnet": Family(),
     "bloom": _BLOOM,
     "codegen": _GPTJ,
@@ -197,8 +217,8 @@ FAMILIES: dict[str, Family] = {
     "falcon": _FALCON,
     "flex_olmo": _NORMED,
     "gemma": Family(),
-    "gemma2": _NORMED,
-    "gemma3_text": _NORMED,
+    "gemma2": _SANDWICHED,
+    "gemma3_text": _SANDWICHED,
     "glm": Family(),
     "glm4": Family(attn="post_self_attn_layernorm", mlp="post_mlp_layernorm"),
     "glm4_moe": Family(),
@@ -239,7 +259,7 @@ FAMILIES: dict[str, Family] = {
     "smollm3": Family(),
     "stablelm": Family(),
     "starcoder2": Family(down="mlp.c_proj"),
-    "vaultgemma": Family(),
+    "vaultgemma": Family(norm2="pre_feedforward_layernorm"),
     "xglm": _XGLM,
 }
 

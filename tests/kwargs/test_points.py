@@ -170,3 +170,17 @@ def test_hooks_of_the_local_model_do_the_same() -> None:
     with torch.no_grad(), kf.steering.as_hooks(local, edits):
         expected = local(ids(2, 6)).logits
     assert_bits(remote(ids(2, 6), edit=edits).logits, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gptj", "opt", "apertus"])
+def test_a_norms_output_is_what_the_next_projection_is_given(family: str):
+    points = span(family, 0, 4).schema.kwargs["edit"].points
+    projections = span(family, 0, 4).schema.projections
+    first = next(name for name in projections if name.rpartition(".")[2] in ("q_proj", "c_attn"))
+    assert "norm1" in points
+    x = random(B, S, span(family, 0, 4).schema.sizes["hidden"], seed=3)
+    edit = kf.add(random(x.shape[-1], seed=4), layers=1, point="norm1")
+    _, acts = flow(family).capture({"norm1": [1], f"{first}.in": [1]}, x, edit=edit)
+    assert_bits(acts["norm1", 1], acts[f"{first}.in", 1])
+    _, plain = flow(family).capture({"norm1": [1]}, x)
+    assert (acts["norm1", 1] - plain["norm1", 1]).abs().max() > 0.1
