@@ -260,6 +260,36 @@ def at_ends(place: Place) -> list[Hook]:
     return [before(place, last, add("i", prompt)), behind(place, before_last, add("o", real))]
 
 
+def inner(family: str) -> list[str]:
+    """The points within a layer where nothing is by head, and every layer has them."""
+    named = ("norm1", "attn", "norm2", "mlp", "neuron")
+    return [point for point in named if point in span(family, 0, L).schema.kwargs["edit"].points]
+
+
+def inner_sizes(family: str) -> dict[str, tuple[int, ...]]:
+    sizes = span(family, 0, L).schema.sizes
+    return {point: (sizes.get(point, D),) for point in inner(family)}
+
+
+def at_inner(given: Given) -> dict[str, Any]:
+    features = {point: point if point == "neuron" else "hidden" for point in inner(given.family)}
+    made = [
+        kf.add(given.tensor(p, axis, n), n, point=p, at="prompt") for n in given.layers for p, axis in features.items()
+    ]
+    return {"edit": made}
+
+
+def added_within(place: Place) -> list[Hook]:
+    there = place.where(lambda position, prompt: position < prompt)[..., None]
+
+    def add(point: str) -> Hook:
+        hook = before if point == "neuron" else behind
+        more = place.x[point][:, None]
+        return hook(place, place.module(point), lambda y: torch.where(there, y + more.to(y.dtype), y))
+
+    return [add(point) for point in inner(place.family)]
+
+
 def head_factors(place: Place) -> list[Hook]:
     def multiply(value: Tensor) -> Tensor:
         heads = value.unflatten(-1, (HEADS, -1))
@@ -464,6 +494,16 @@ ROWS = [
         ends_sizes,
         ends,
         at_ends,
+    ),
+    Row(
+        "edit: points",
+        "edit",
+        "edit_s",
+        lambda f: {"edit": kf.add(random(D + 1), 1, point="resid_pre")},
+        inner_sizes,
+        at_inner,
+        added_within,
+        spread=0.3,
     ),
     Row(
         "lora",
