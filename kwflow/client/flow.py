@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -22,12 +23,14 @@ from torch import Tensor
 
 from kwflow.autograd.transforms import in_forward_mode, is_wrapped
 from kwflow.client import here, probing
+from kwflow.client.activations import Activations
 from kwflow.client.call import Estimate, Plan, PlanCall, join_rows, schemas_of
+from kwflow.client.harvest import harvest
 from kwflow.client.inputs import Ends, _no_capture, token_ids
 from kwflow.client.options import Options
 from kwflow.client.page import Kwargs, flow_page
 from kwflow.client.peers import Hop, Peers
-from kwflow.client.probing import Activations
+from kwflow.client.probing import Probed
 from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry
 from kwflow.client.session import Session
@@ -137,7 +140,7 @@ class Flow:
     @torch.compiler.disable(reason="the layers run on workers")
     def probe(
         self, points: Mapping[str, Any], hidden: Tensor, *, at: Any = "all", **kwargs: Any
-    ) -> tuple[Tensor, Activations]:
+    ) -> tuple[Tensor, Probed]:
         """A call whose activations have gradients: of anything made from the output, at any number of points.
 
             out, acts = flow.probe({"resid": "all", "head": [3, 8]}, **x)
@@ -338,6 +341,35 @@ class Flow:
         request for each worker and sub-batch. Requests that failed are left out.
         """
         return self.peers.pool.timed()
+
+    def harvest(
+        self,
+        texts: Iterable[Any],
+        points: Mapping[str, Any],
+        folder: str | os.PathLike[str],
+        *,
+        at: Any = "all",
+        max_tokens: int | None = None,
+        batch_size: int = 32,
+        shard_mb: float = 256,
+    ) -> Activations:
+        """Keep the activations of texts in a folder; called again with the same, it goes on where it stopped.
+
+            flow.harvest(texts, {"resid": [8], "mlp": [8]}, "acts/", max_tokens=128)
+
+        ``texts``: texts, or each one's token ids (seq,); a list, or an iterator, which a run that goes on goes through
+        again. ``points``, ``at``: as flow.capture's, ``at`` the same for every text; pads are left out.
+        ``max_tokens``: of each text only so many. ``batch_size``: texts of one call. ``shard_mb``: a shard's most
+        megabytes (10⁶ bytes), if not one text alone has more; some four times that is held in memory at most.
+
+        Values are those of ``flow.capture``, in its dtype, without gradients; a run that was interrupted, or was given
+        more texts later, gives the same files where batch_size and shard_mb are the same (the last shard before may be
+        shorter). Raises KwargError, naming what differs, for a folder that was begun with other points, weights or
+        texts; ModelError for a damaged one. See docs/activations.md.
+        """
+        return harvest(
+            self, texts, points, folder, at=at, max_tokens=max_tokens, batch_size=batch_size, shard_mb=shard_mb
+        )
 
     # ---- what workers keep
 

@@ -19,7 +19,7 @@ from kwflow.kwargs.points import captured_features, point_at
 from kwflow.kwargs.schema import Schema, Span
 
 
-class Activations(dict[Key, Tensor]):
+class Probed(dict[Key, Tensor]):
     """``acts[point, layer]``: a leaf (batch, pos, hidden) that requires grad; ``acts.mask`` (batch, pos).
 
     Rows are left-aligned in the order of ``at`` and filled with zeros, as a ``kf.Capture``'s are.
@@ -35,10 +35,10 @@ class Activations(dict[Key, Tensor]):
         return torch.stack([torch.zeros_like(t) if t.grad is None else t.grad for t in own] if grad else own).detach()
 
 
-def leaves(wanted: Capture, picked: Picked, hidden: Tensor, schemas: Sequence[tuple[Span, Schema]]) -> Activations:
+def leaves(wanted: Capture, picked: Picked, hidden: Tensor, schemas: Sequence[tuple[Span, Schema]]) -> Probed:
     """A leaf of zeros for each activation that a call is to come by."""
     schema_of = {layer: schema for (start, stop), schema in schemas for layer in range(start, stop)}
-    acts = Activations()
+    acts = Probed()
     for point, layer in wanted:
         shape = len(hidden), picked.count, *captured_features(point, schema_of[layer], 0)
         acts[point, layer] = torch.zeros(shape, dtype=hidden.dtype, device=hidden.device, requires_grad=True)
@@ -54,7 +54,7 @@ def adding(acts: Mapping[Key, Tensor], at: Any) -> list[Edit]:
 
 
 @torch.no_grad()
-def fill(acts: Activations, captured: Capture) -> None:
+def fill(acts: Probed, captured: Capture) -> None:
     """Put what was captured into the leaves."""
     for key, leaf in acts.items():
         leaf.copy_(captured[key])
