@@ -24,8 +24,9 @@ from kwflow.kwargs.builtin import schema
 from kwflow.kwargs.points import PATTERN, edited_in
 from kwflow.kwargs.schema import Schema
 from kwflow.models.experts import derivable_experts
-from kwflow.models.families import family_of, layer_kinds, layer_list, span_sizes, unsupported
+from kwflow.models.families import family_of, unsupported
 from kwflow.models.files.checkpoint import CONFIG, Checkpoint, find_model, layer_hash, model_name, read_json
+from kwflow.models.layout import layer_kinds, layer_list, model_sizes, span_sizes
 from kwflow.models.prepare import cache_argument, make_prepare, scaling
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
@@ -93,7 +94,7 @@ def load_span(
         if mode:
             quantize_layer(layer, mode, name=f"{prefix}.{number}", kept=kept)
         projections.install(layer)
-        hooks.install(layer, points)
+        hooks.install(layer, points, family.parts(model_sizes(config)))
         layer.requires_grad_(False).eval()
         params = dict(layer.named_parameters())
         cache_name = cache_argument(layer.forward)

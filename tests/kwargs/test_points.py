@@ -16,6 +16,7 @@ from kwflow.models.families import family_of
 from tests.families.configs import CONFIGS, config
 from tests.families.marks import families
 from tests.families.table import IDS, MASK
+from tests.kwargs.row import qkv
 from tests.oracle import assert_bits, assert_close, layers_of, residual
 from tests.oracle.tiny import TWO, Requests, flow, folder, huggingface, ids, make_flow, random, span
 
@@ -63,6 +64,64 @@ def test_all_that_enters_and_leaves_a_projection(family: str) -> None:
             for row, tokens in enumerate(MASK.sum(1).tolist()):
                 assert_bits(acts[point, layer][row, :tokens], value[row, S - tokens :], f"{point} of layer {layer}")
     assert set(acts) <= expected.keys()
+
+
+WITHOUT_QKV = ("falcon", "deepseek_v2", "deepseek_v3")
+QKV = ("q", "k", "v")
+
+
+@families([*CONFIGS])
+def test_queries_keys_and_values_are_what_attention_takes_of_its_projections(family: str) -> None:
+    """Seen, and one head of each changed: as by hooks on transformers' own projections."""
+    one, model, x = flow(family, TWO), huggingface(family), random(B, S, 32)
+    if family in WITHOUT_QKV:
+        for point in QKV:
+            with pytest.raises(KwargError, match=f"no point '{point}' in these blocks; they have .*head"):
+                one(x, edit=kf.scale(0.0, 1, point=point))
+        return
+    layer, paths, found = layers_of(model)[1], family_of(config(family)).points, {}
+
+    def hook(point: str) -> Any:
+        def change(_: Any, __: Any, out: Tensor) -> Tensor:
+            features = qkv(family, layer, out.shape[-1])["qkv".index(point)]
+            seen = out[..., features].unflatten(-1, (-1, head_dim))
+            found[point] = seen = torch.cat([seen[..., :1, :], seen[..., 1:2, :] * -3.0, seen[..., 2:, :]], -2)
+            return out.index_copy(-1, features, seen.flatten(-2))
+
+        return layer.get_submodule(paths[point]), "post", change
+
+    head_dim = span(family, 0, 4).schema.sizes["head_dim"]
+    heads = [1 if span(family, 0, 4).schema.sizes[axis] > 1 else 0 for axis in ("head", "kv_head", "kv_head")]
+    changed = [point for point, head in zip(QKV, heads, strict=True) if head]
+    expected = residual(model, x, attention_mask=MASK, extra=[hook(point) for point in changed])
+    edits = [kf.scale(-3.0, 1, point=point, heads=[1]) for point in changed]
+    out, acts = one.capture(dict.fromkeys(QKV, 1), x, attention_mask=MASK, edit=edits)
+    for row, tokens in enumerate(MASK.sum(1).tolist()):
+        assert_bits(out[row, S - tokens :], expected[row, S - tokens :])
+        for point in changed:
+            assert_bits(acts[point, 1][row, :tokens], found[point][row, S - tokens :], point)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gpt_neox", "gpt_bigcode", "codegen", "persimmon", "opt"])
+def test_a_head_is_its_pattern_of_values(family: str) -> None:
+    sizes = span(family, 0, 4).schema.sizes
+    _, acts = flow(family, TWO).capture({"v": 1, "pattern": 1, "head": 1}, random(B, S, 32))
+    values = acts["v", 1].repeat_interleave(sizes["head"] // sizes["kv_head"], 2)
+    mixed = torch.einsum("bphk,bkhd->bphd", acts["pattern", 1], values)
+    assert_close(mixed, acts["head", 1])
+
+
+def test_where_the_parts_of_one_projection_are() -> None:
+    """In variants that the small models are not: GPT-BigCode with each head's own keys, Falcon without groups."""
+    sizes, numbers = {"head": 4, "kv_head": 4}, torch.arange(96)
+    bigcode, falcon = config("gpt_bigcode"), config("falcon")
+    bigcode.multi_query, falcon.num_kv_heads = False, 4
+    for own in (bigcode, falcon):
+        parts = family_of(own).parts(sizes)
+        for number, point in enumerate(QKV):
+            part = parts[point].read(numbers)
+            assert part.tolist() == numbers.view(4, 3, 8)[:, number].flatten().tolist()
+            assert_bits(parts[point].written(numbers * 0, part)[part], part)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom", "phi"])
