@@ -48,6 +48,7 @@ class Family:
     down: str = "mlp.down_proj"  # the feed-forward's, whose input is its neurons; a mixture's layer has none
     norm1: str = "input_layernorm"  # the norm whose output attention is given; "": it is given the stream itself
     norm2: str = "post_attention_layernorm"  # the same of the feed-forward
+    mid: str | None = None  # what is given the stream between the two; None: norm2; "": nothing, in parallel ones
     q: str = "self_attn.q_proj"  # the projection whose output is all heads' queries, or has them in it; "": none is
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
@@ -66,7 +67,9 @@ class Family:
         """Where ``kwflow.blocks.hooks`` finds the points of a layer."""
         parts = {"attn": self.attn, "mlp": self.mlp} if self.mlp else {}
         norms = {name: path for name, path in (("norm1", self.norm1), ("norm2", self.norm2)) if path}
-        return {**norms, **self._qkv, **parts, "head": self.out, NEURON: self.down}
+        between = self.norm2 if self.mid is None else self.mid
+        mid = {"resid_mid": between} if between else {}
+        return {**norms, **self._qkv, **mid, **parts, "head": self.out, NEURON: self.down}
 
     @property
     def _qkv(self) -> dict[str, str]:
@@ -104,7 +107,7 @@ def apart(attention: str) -> dict[str, Any]:
 def falcon(family: Family, config: Any) -> Family:
     """Falcon models have rotary positions or ALiBi, and one norm for both parts or one for each."""
     if config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1:
-        family = replace(family, norm1="ln_attn", norm2="ln_mlp")
+        family = replace(family, norm1="ln_attn", norm2="ln_mlp", mid="")
     if config.new_decoder_architecture and config.num_kv_heads != config.num_attention_heads:
         family = replace(family, **fused(""))  # sizes are those of the keys that it keeps, which are repeated
     if not config.alibi:
@@ -116,6 +119,11 @@ def falcon(family: Family, config: Any) -> Family:
 def bigcode(family: Family, config: Any) -> Family:
     """The heads of a GPT-BigCode model have keys of their own, or share one; its one projection differs."""
     return family if config.multi_query else replace(family, groups="kv_head")
+
+
+def neox(family: Family, config: Any) -> Family:
+    """NeoX's parts stand side by side, or one behind the other."""
+    return replace(family, mid="") if config.use_parallel_residual else family
 
 
 def opt(family: Family, config: Any) -> Family:
@@ -193,8 +201,8 @@ _GPTJ = Family(
     norm2="",
     **apart("attn"),
 )
-_NORMED = Family(attn="post_attention_layernorm", mlp="post_feedforward_layernorm", norm1="", norm2="")
-_SANDWICHED = replace(_NORMED, norm1="input_layernorm", norm2="pre_feedforward_layernorm")
+_NORMED = Family(attn="post_attention_layernorm", mlp="post_feedforward_layernorm", norm1="", norm2="", mid="mlp")
+_SANDWICHED = replace(_NORMED, norm1="input_layernorm", norm2="pre_feedforward_layernorm", mid=None)
 _OPT = Family(
     layers="decoder.layers",
     mlp="fc2",
@@ -248,6 +256,7 @@ FAMILIES: dict[str, Family] = {
         attn="attention",
         out="attention.dense",
         down="mlp.dense_4h_to_h",
+        vary=neox,
         **fused("attention.query_key_value", groups="kv_head"),
     ),
     "gpt_oss": Family(),

@@ -21,7 +21,7 @@ from kwflow.blocks.patterns import attention_path
 from kwflow.blocks.span import SpanSpec
 from kwflow.errors import ModelError, SpanError
 from kwflow.kwargs.builtin import schema
-from kwflow.kwargs.points import PATTERN, edited_in
+from kwflow.kwargs.points import PATTERN, captured_in, edited_in
 from kwflow.kwargs.schema import Schema
 from kwflow.models.experts import derivable_experts
 from kwflow.models.families import family_of, unsupported
@@ -121,13 +121,14 @@ def _check_span(start: Any, stop: Any, layers: int) -> tuple[int, int]:
 
 def _schema(skeleton_model: Any, config: Any, modules: Sequence[nn.Module]) -> Schema:
     """What these layers of a skeleton take, and the model's sizes."""
-    family = family_of(config)
+    family, attention = family_of(config), attention_path(skeleton_model, modules[0])
+    points = {**family.points_in(modules), **({PATTERN: attention} if attention else {})}
     return schema(
         span_sizes(config, family, modules),
         positions=not family.positions,
         refused={"position_ids": family.positions} if family.positions else {},
-        points=edited_in(family.points_in(modules)),
-        captured_only=(PATTERN,) if attention_path(skeleton_model, modules[0]) else (),
+        points=edited_in(points),
+        captured_only=captured_in(points),
         projections=projections.common(map(projections.find, modules)),
         scaling=scaling(getattr(skeleton_model, skeleton_model.base_model_prefix), family),
     )

@@ -330,7 +330,7 @@ def filled(by_layer: list[Mapping[str, Tensor]], batch: int) -> Any:
 
 # ---- what captures bring back, of steered layers
 
-POINTS = [point for point in EDITED if point not in ENTERING]
+POINTS = [*(point for point in EDITED if point not in ENTERING), "resid_mid"]
 
 
 def points_of(family: str) -> list[str]:
@@ -359,7 +359,7 @@ def keeping(place: Place) -> list[Hook]:
             place.seen[key] = seen.clone()  # falcon adds to it in place
             return value
 
-        hooks.append((before if point in ("head", "neuron") else behind)(place, place.module(point), keep))
+        hooks.append((before if point in ("head", "neuron", "resid_mid") else behind)(place, place.module(point), keep))
     return hooks
 
 

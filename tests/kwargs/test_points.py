@@ -124,6 +124,39 @@ def test_where_the_parts_of_one_projection_are() -> None:
             assert_bits(parts[point].written(numbers * 0, part)[part], part)
 
 
+WITHOUT_MID = (
+    "gptj",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "phi",
+    "gpt_neox",
+    "stablelm_parallel",
+    "falcon",
+    "falcon_multi_query",
+    "opt_norm_after",
+)
+
+
+@families([*CONFIGS])
+def test_the_stream_between_the_parts_is_the_layers_input_and_what_attention_adds(family: str) -> None:
+    one, x, points = flow(family, TWO), random(B, S, 32), span(family, 0, 4).schema.kwargs["capture"].points
+    if family in WITHOUT_MID:
+        with pytest.raises(KwargError, match="no point 'resid_mid' in these blocks; they have .*attn"):
+            one.capture({"resid_mid": 1}, x)
+        return
+    assert "resid_mid" in points
+    added = [point for point in ("attn", "mlp") if point in points]  # granite scales what these give
+    out, acts = one.capture(dict.fromkeys(("resid_pre", "resid_mid", "resid", *added), 1), x, attention_mask=MASK)
+    assert_bits(out, one(x, attention_mask=MASK))
+    assert not torch.equal(acts["resid_mid", 1], acts["resid_pre", 1])
+    if added:
+        assert_bits(acts["resid_mid", 1], acts["resid_pre", 1] + acts["attn", 1])
+        assert_bits(acts["resid", 1], acts["resid_mid", 1] + acts["mlp", 1])
+    with pytest.raises(KwargError, match="no point 'resid_mid'; .*'resid_mid' is for captures alone"):
+        kf.scale(0.0, 1, point="resid_mid")
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom", "phi"])
 def test_neurons_are_what_the_down_projection_takes(family: str) -> None:
     row, module = family_of(config(family)), layers_of(huggingface(family))[2]
