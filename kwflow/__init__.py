@@ -26,6 +26,7 @@ _WHERE = {
     "sweep": "kwflow.research.sweep",
     "grid": "kwflow.research.sweep",
     "chat": "kwflow.huggingface.chat",
+    "here": "kwflow.client.here",
     "AutoDistributedConfig": "kwflow.huggingface.auto",
     "AutoDistributedModel": "kwflow.huggingface.auto",
     "AutoDistributedModelForCausalLM": "kwflow.huggingface.auto",
@@ -53,6 +54,7 @@ __all__ = [
     "faults",
     "features",
     "grid",
+    "here",
     "load_blocks",
     "local_swarm",
     "model_path",
@@ -77,6 +79,7 @@ if TYPE_CHECKING:
     from kwflow import steering as steering
     from kwflow import verify as verify
     from kwflow.blocks.span import chain as chain
+    from kwflow.client.here import here as here
     from kwflow.huggingface.auto import AutoDistributedConfig as AutoDistributedConfig
     from kwflow.huggingface.auto import AutoDistributedModel as AutoDistributedModel
     from kwflow.huggingface.auto import AutoDistributedModelForCausalLM as AutoDistributedModelForCausalLM

@@ -37,9 +37,12 @@ class Estimate:
     sub_batches: int
     bytes_sent: tuple[int, ...]  # to each worker
     bytes_received: tuple[int, ...]
+    here: tuple[int, ...] = ()  # before which layers the call comes back for functions that run here
 
     def __str__(self) -> str:
-        lines = [f"workers: {len(self.hops)}, sub-batches: {self.sub_batches}"]
+        cuts = f", functions here before layers {', '.join(map(str, self.here))}" if self.here else ""
+        what = "requests one after the other" if self.here else "workers"
+        lines = [f"{what}: {len(self.hops)}, sub-batches: {self.sub_batches}{cuts}"]
         for span, sent, received in zip(self.hops, self.bytes_sent, self.bytes_received, strict=True):
             lines.append(f"  layers {span[0]}:{span[1]}  {sent:,} bytes there, {received:,} back")
         return "\n".join(lines)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kwflow.autograd.transforms import in_forward_mode, is_wrapped
+from kwflow.client import here
 from kwflow.client.call import Estimate, Plan, PlanCall, join_rows, schemas_of
 from kwflow.client.inputs import Ends, _no_capture, token_ids
 from kwflow.client.options import Options
@@ -157,8 +158,14 @@ class Flow:
 
     def _outputs(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """Hidden, then what is captured."""
+        cuts, kwargs = here.taken(kwargs, self.span)
+        if cuts:
+            return cuts.run(hidden, self.plan(hidden, kwargs).bound, self._run_span)
         with self.dispatcher.retry() as retry:
             return self._run(self._plan(hidden, kwargs, retry), hidden, retry)
+
+    def _run_span(self, span: Span, hidden: Tensor, bound: Bound) -> Sequence[Tensor]:
+        return self[span[0] : span[1]].run_bound(hidden, bound)
 
     def run_bound(self, hidden: Tensor, bound: Bound) -> Sequence[Tensor]:
         """Run the layers with kwargs that are bound to them already: hidden, then what is captured."""
@@ -182,6 +189,7 @@ class Flow:
     async def acall(self, hidden: Tensor, **kwargs: Any) -> Tensor:
         """The async form of a call, from any event loop; without gradients."""
         _no_capture(kwargs)
+        here.without(kwargs, "flow.acall")
         retry = self.dispatcher.retry()
         try:
             async with asyncio.timeout(retry.timeout):
@@ -199,14 +207,19 @@ class Flow:
 
     def check(self, hidden: Tensor, **kwargs: Any) -> None:
         """Check a call as it is checked before it is sent, and send nothing. hidden and values may be on "meta"."""
-        self.plan(hidden, kwargs)
+        self.plan(hidden, here.taken(kwargs, self.span)[1])
 
     def estimate(self, hidden: Tensor, **kwargs: Any) -> Estimate:
         """Which workers a call would go through, in how many sub-batches, and how many bytes; nothing is sent.
 
         print(flow.estimate(**x, capture=kf.Capture(resid=range(30))))
         """
-        return self.plan(hidden, kwargs).estimate(hidden)
+        cuts, kwargs = here.taken(kwargs, self.span)
+        plan = self.plan(hidden, kwargs)
+        if not cuts:
+            return plan.estimate(hidden)
+        parts = [(self[start:stop], plan.bound.part(None, (start, stop))[0]) for start, stop in cuts.spans()]
+        return cuts.estimate([flow.plan_bound(hidden, bound).estimate(hidden) for flow, bound in parts])
 
     def plan(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Plan:
         """Route and bind one call, without running it."""

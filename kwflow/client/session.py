@@ -22,6 +22,7 @@ from torch import Tensor
 from kwflow.autograd.transforms import is_wrapped, plain
 from kwflow.background import disown_in_forks, finalize
 from kwflow.client.call import schemas_of
+from kwflow.client.here import without
 from kwflow.client.inputs import Ends, token_ids
 from kwflow.client.page import session_page
 from kwflow.client.peers import Hop
@@ -140,6 +141,7 @@ class Session:
         """
         with self._turn:
             self._ready(hidden)
+            without(kwargs, "a session")
             retry = self.dispatcher.retry()
             capture = kwargs.get("capture")
             if isinstance(capture, Capture):

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kwflow.client.call import IN_FLIGHT, Plan
 from kwflow.client.flow import Flow
+from kwflow.client.here import Here, taken
 from kwflow.errors import CallerError, KwargError, ShapeError
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.builtin import FOLDS
@@ -101,8 +102,8 @@ def sweep(flow: Flow, x: Mapping[str, Any], variants: Any, reduce: Reduce | None
     seq, hidden); ``reduce`` gives a tensor or a number. Of a mapping a dict comes back, else one tensor.
 
     Variants that differ by ``edit`` or ``steer`` run together, up to 8 sub-batches of ``options(batch_tokens=)`` at
-    once; those that differ by other kwargs run one by one. Differentiable with respect to every value. Raises as a
-    call does, before anything is sent, and names the variant.
+    once; those that differ by other kwargs, or have a ``kf.here``, run one by one. Differentiable with respect to every
+    value. Raises as a call does, before anything is sent, and names the variant.
     """
     from kwflow.show.progress import progress
 
@@ -158,8 +159,8 @@ def _stack(results: Sequence[Any], labels: Sequence[Any]) -> Tensor:
 
 
 def _edits(result: Any) -> list[Any]:
-    edits = [result] if isinstance(result, Edit) else result
-    if not isinstance(edits, Sequence) or not all(isinstance(edit, Edit) for edit in edits):
+    edits = [result] if isinstance(result, Edit | Here) else result
+    if not isinstance(edits, Sequence) or not all(isinstance(edit, Edit | Here) for edit in edits):
         raise KwargError(f"the function of kf.grid gave a {type(result).__name__}; it gives an edit, edits or kwargs")
     return list(edits)
 
@@ -193,6 +194,7 @@ class _Run:
     varying: frozenset[str]  # names of the kwargs that are this variant's alone
     start: int  # the first layer that runs for this variant
     after: int | None  # its steer and edits at this layer's output are done before
+    call: Mapping[str, Any] | None = None  # the whole call, of one that a caller's function cuts: it runs by itself
 
     @classmethod
     def of(cls, flow: Flow, x: Mapping[str, Any], label: Any, kwargs: Any) -> _Run:
@@ -208,8 +210,11 @@ class _Run:
             if "hidden" not in x:
                 raise KwargError("x has no hidden; give what flow.inputs makes")
             call = {**x, **kwargs}
-            plan = flow.plan(call.pop("hidden"), call)
+            cuts, rest = taken(call, flow.span)
+            plan = flow.plan(rest.pop("hidden"), rest)
         varying = frozenset(kwargs)
+        if cuts:
+            return cls(label, plan.bound, varying, flow.start, None, call)
         first = _first_layer(plan.bound, varying)
         if (
             first < flow.stop
@@ -249,7 +254,7 @@ def _same_on_worker(plan: Plan, layer: int, hidden: Tensor) -> bool:
 
 def _outputs(flow: Flow, x: Mapping[str, Any], runs: Sequence[_Run]) -> Iterator[tuple[int, Tensor]]:
     """Each run's number and output, those that differ first last: what is before them has run by then."""
-    common = {name: value for name, value in x.items() if name != "hidden"}
+    common = {name: value for name, value in taken(x, flow.span)[1].items() if name != "hidden"}
     hidden, reached, base = x["hidden"], flow.start, flow.plan(x["hidden"], common).bound
     for start, pieces in _pieces(runs, hidden.shape, flow).items():
         if start > reached:
@@ -265,7 +270,8 @@ def _pieces(runs: Sequence[_Run], shape: torch.Size, flow: Flow) -> dict[int, li
     """Which runs go together, by the layer where they start: as many at once as keep a route's workers busy."""
     groups: dict[Any, list[int]] = {}
     for number, run in enumerate(runs):
-        fold_key = signature(run.bound, run.varying) if run.varying <= FOLDS else number
+        folds = run.call is None and run.varying <= FOLDS
+        fold_key = signature(run.bound, run.varying) if folds else number
         groups.setdefault((run.start, run.after, run.varying, fold_key), []).append(number)
     tokens = IN_FLIGHT * flow.settings.batch_tokens
     size = max(1, tokens // max(1, shape[0] * shape[1]))
@@ -278,6 +284,8 @@ def _pieces(runs: Sequence[_Run], shape: torch.Size, flow: Flow) -> dict[int, li
 def _run(flow: Flow, hidden_BSD: Tensor, runs: Sequence[_Run]) -> Tensor:
     """The outputs of runs that fold, one below the other, from the hidden at the layer where they start."""
     first = runs[0]
+    if first.call is not None:
+        return flow(**first.call)
     bound = fold([run.bound for run in runs], first.varying, *hidden_BSD.shape[:2])
     wide = hidden_BSD.repeat(len(runs), 1, 1)
     if first.after is not None:
