@@ -111,6 +111,38 @@ def test_a_head_is_its_pattern_of_values(family: str) -> None:
     assert_close(mixed, acts["head", 1])
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "codegen"])
+def test_hooks_of_the_local_model_edit_queries_keys_and_values(family: str) -> None:
+    keys = (span(family, 0, 4).schema.sizes["kv_head"], 8)
+    local, edits = huggingface(family), [
+        kf.scale(0.5, 1, point="q", heads=[3], at="prompt[-1]"),
+        kf.edits.noise(0.5, 2, point="k", seed=3, heads=[1], at=[0, 2]),
+        kf.put(random(*keys, seed=4), 3, point="v", at=[1]),
+        kf.add(random(1, 8, seed=5), 3, point="q", heads=[0]),
+    ]  # fmt: skip
+    one = make_flow(family, TWO, own_ends=True)
+    remote = kf.AutoDistributedModelForCausalLM.from_pretrained(folder(family), flow=one)
+    with torch.no_grad(), kf.steering.as_hooks(local, edits):
+        expected = local(ids(2, 6)).logits
+    assert_bits(remote(ids(2, 6), edit=edits).logits, expected)
+    x = one.inputs(ids(2, 6))
+    variants = [{"edit": [kf.scale(factor, 1, point="k", heads=[1]), *edits]} for factor in (0.0, 2.0)]
+    assert_close(kf.sweep(one, x, variants), torch.stack([one(**x, **variant) for variant in variants]))
+
+
+def test_wrong_heads_and_sizes_of_keys_are_refused() -> None:
+    one, x = make_flow("llama", TWO), random(1, 3, 32)
+    with Requests(one) as requests:
+        with pytest.raises(KwargError, match=r"heads=\[2\]; there are heads 0:2"):
+            one(x, edit=kf.scale(0.0, 1, point="k", heads=[2]))
+        with pytest.raises(ShapeError, match="kv_head = 4, expected 2"):
+            one(x, edit=kf.add(random(4, 8), 1, point="v"))
+        assert not len(requests)
+    for theirs in ("hook_q", "blocks.1.attn.hook_k", "values"):
+        with pytest.raises(KwargError, match="Did you mean '[qkv]'"):
+            kf.scale(0.0, 1, point=theirs)
+
+
 def test_where_the_parts_of_one_projection_are() -> None:
     """In variants that the small models are not: GPT-BigCode with each head's own keys, Falcon without groups."""
     sizes, numbers = {"head": 4, "kv_head": 4}, torch.arange(96)
