@@ -262,7 +262,8 @@ def _call_seconds(flow: Any) -> Iterator[Spent]:
 @contextmanager
 def _layer_seconds(local: Any) -> Iterator[Spent]:
     """The local model's time between the first layer's start and the last layer's end."""
-    from kwflow.models.families import family_of, layer_list
+    from kwflow.models.families import family_of
+    from kwflow.models.layout import layer_list
 
     spent: Spent = []
     layers = layer_list(getattr(local, local.base_model_prefix), family_of(local.config))

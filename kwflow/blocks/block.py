@@ -120,8 +120,8 @@ class Block:
         return out
 
     def _normal(self, params: Params, hidden: Tensor, call: Call, kwargs: Mapping[str, Any]) -> Tensor:
-        batch_seq, heads = (hidden.shape[0], hidden.shape[1]), self.schema.sizes["head"]
-        here = LayerCall(self.layer, batch_seq, heads, call.token_position, call.captured)
+        batch_seq = (hidden.shape[0], hidden.shape[1])
+        here = LayerCall(self.layer, batch_seq, self.schema.sizes, call.token_position, call.captured)
         acts = at_points(kwargs, here) if kwargs else {}
         adapted = self._adapted(kwargs, batch_seq, acts)
         for entering in ENTERING:

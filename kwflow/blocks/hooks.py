@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kwflow.blocks.parts import Part, on_part
 from kwflow.errors import BlockError
 from kwflow.kwargs.kwarg import Act
 from kwflow.kwargs.points import POINTS
@@ -20,14 +21,18 @@ from kwflow.kwargs.points import POINTS
 _acting: ContextVar[tuple[dict[str, Act], set[str]] | None] = ContextVar("kwflow_acting", default=None)
 
 
-def install(layer: nn.Module, paths: Mapping[str, str]) -> None:
-    """Make the points of a layer: ``{"attn": module, "mlp": module, "head": output projection}``, dotted names."""
+def install(layer: nn.Module, paths: Mapping[str, str], parts: Mapping[str, Part]) -> None:
+    """Make the points of a layer: ``{"attn": module, "mlp": module, "head": output projection}``, dotted names.
+
+    ``parts``: of the points that are not all of their module's output.
+    """
     for point, path in paths.items():
         module = layer.get_submodule(path)
         if POINTS[point].reached == "input":
             module.register_forward_pre_hook(_before(point))
         else:
-            module.register_forward_hook(_after(point) if POINTS[point].reached == "output" else _weights(point))
+            at_output = POINTS[point].reached == "output"
+            module.register_forward_hook(_after(point, parts.get(point)) if at_output else _weights(point))
 
 
 @contextmanager
@@ -43,12 +48,12 @@ def acting(acts: dict[str, Act], layer: int) -> Iterator[None]:
         raise BlockError(f"layer {layer} did not come by its point {sorted(missed)[0]!r}, so nothing was edited there")
 
 
-def _act(point: str, activation: Tensor) -> Tensor:
+def _act(point: str, activation: Tensor, part: Part | None = None) -> Tensor:
     current = _acting.get()
     if current is None or point not in current[0]:
         return activation
     current[1].add(point)
-    return current[0][point](activation)
+    return on_part(part, current[0][point])(activation)
 
 
 def _weights(point: str) -> Any:
@@ -66,8 +71,8 @@ def _before(point: str) -> Any:
     return hook
 
 
-def _after(point: str) -> Any:
+def _after(point: str, part: Part | None) -> Any:
     def hook(_: nn.Module, __: Any, out: Any) -> Any:
-        return (_act(point, out[0]), *out[1:]) if isinstance(out, tuple) else _act(point, out)
+        return (_act(point, out[0], part), *out[1:]) if isinstance(out, tuple) else _act(point, out, part)
 
     return hook

@@ -56,7 +56,8 @@ class Setup:
     @property
     def layers(self) -> Any:
         """The local model's own list of layers."""
-        from kwflow.models.families import family_of, layer_list
+        from kwflow.models.families import family_of
+        from kwflow.models.layout import layer_list
 
         base = getattr(self.local, self.local.base_model_prefix)
         return layer_list(base, family_of(self.local.config))

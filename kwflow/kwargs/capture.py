@@ -313,7 +313,7 @@ def _keep(activation: Tensor, *, call: LayerCall, entries: Mapping[tuple[int, in
     for key, entry in entries.items():
         # weights come as (batch, head, seq, key)
         seen = activation.transpose(1, 2) if entry["point"] == PATTERN else activation
-        call.captured[key] = take(seen, entry, call.heads)
+        call.captured[key] = take(seen, entry, call.heads_at(entry["point"]))
     return activation
 
 

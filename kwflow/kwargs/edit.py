@@ -24,7 +24,17 @@ from kwflow.kwargs.axes import Axed, spread
 from kwflow.kwargs.kwarg import Act, Features, LayerCall, Place
 from kwflow.kwargs.noise import Noise, selected
 from kwflow.kwargs.operations import KINDS, OPERATIONS, Operation, widened
-from kwflow.kwargs.points import EDITED, EMBED, HEAD, features_of, no_point, numbers, point_at, takes_edits, within
+from kwflow.kwargs.points import (
+    EDITED,
+    EMBED,
+    features_of,
+    no_heads,
+    no_point,
+    numbers,
+    point_at,
+    takes_edits,
+    within,
+)
 from kwflow.kwargs.positions import Columns, select
 from kwflow.kwargs.schema import Spec
 from kwflow.kwargs.signatures import bind_floats, check_sizes, expansions
@@ -75,8 +85,8 @@ def make(
         raise no_point(what, point, EDITED)
     if point == EMBED and layers is None and not isinstance(value, Mapping):
         layers = 0
-    if heads is not None and point != HEAD:
-        raise KwargError(f"{what}: heads={heads!r} belong to point='head', not to {point!r}")
+    if heads is not None and not point_at(point).by_head:
+        raise no_heads(what, heads, point)
     if isinstance(value, Mapping):
         if layers is not None:
             raise KwargError(f"{what}: give {{layer: value}} or layers=, not both")
@@ -193,8 +203,8 @@ def check(entry: Any, place: Place) -> dict[str, Any]:
     whole = {**known}
     last = point_at(name).features[-1]
     if "heads" in entry and not point_at(name).by_head:
-        raise KwargError(f"{what}: heads={entry['heads']!r:.60} belong to point='head', not to {name!r}")
-    for key, axis in (("heads", "head"), ("dims", last)):
+        raise no_heads(what, entry["heads"], name)
+    for key, axis in (("heads", point_at(name).features[0]), ("dims", last)):
         if key in entry:
             known[axis] = _check_chosen(entry[key], key, known[axis], what)
     if "dims" not in entry:
@@ -246,7 +256,8 @@ def at_points(entries: Sequence[Mapping[str, Any]], call: LayerCall) -> Mapping[
     for entry in entries:
         by_point.setdefault(entry["point"], []).append(entry)
     return {
-        point: functools.partial(_apply_all, entries=in_order, heads=call.heads) for point, in_order in by_point.items()
+        point: functools.partial(_apply_all, entries=in_order, heads=call.heads_at(point))
+        for point, in_order in by_point.items()
     }
 
 
@@ -257,7 +268,7 @@ def _apply_all(activation: Tensor, *, entries: Sequence[Mapping[str, Any]], head
 
 
 def apply(activation: Tensor, entry: Mapping[str, Any], heads: int) -> Tensor:
-    """Edit an activation (batch, seq, features); at the point ``head`` its features are ``heads`` side by side."""
+    """Edit an activation (batch, seq, features); at a point by head its features are ``heads`` side by side."""
     operation, point, at = OPERATIONS[entry["kind"]], point_at(entry["point"]), entry.get("at")
     whole = activation.unflatten(-1, (heads, -1)) if point.by_head else activation
     index = None if at is None else at.tensor.to(whole.device)

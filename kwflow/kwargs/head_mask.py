@@ -21,7 +21,7 @@ def spec(features: Features) -> Spec | None:
 
 
 def at_points(mask: Axed, call: LayerCall) -> Mapping[str, Act]:
-    return {HEAD: functools.partial(mask_heads, mask=mask, heads=call.heads)}
+    return {HEAD: functools.partial(mask_heads, mask=mask, heads=call.heads_at(HEAD))}
 
 
 def mask_heads(activation_BSF: Tensor, mask: Axed, heads: int) -> Tensor:

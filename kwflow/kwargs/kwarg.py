@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from kwflow.kwargs.bound import Bound, Layers, Span
-from kwflow.kwargs.points import Projections
+from kwflow.kwargs.points import Projections, point_at
 from kwflow.kwargs.positions import Columns
 from kwflow.kwargs.schema import Spec
 
@@ -72,6 +72,11 @@ class LayerCall:
 
     layer: int
     batch_seq: tuple[int, int]
-    heads: int
+    sizes: Mapping[str, int]  # of the model's axes; empty where only its output is acted on
     token_position: Tensor | None  # (batch, seq), -1 at pads; None where a 4-D mask leaves it unsaid
     captured: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by layer and order there
+
+    def heads_at(self, point: str) -> int:
+        """How many heads stand side by side at a point; 1 where it is not by head."""
+        at = point_at(point)
+        return self.sizes.get(at.features[0], 1) if at.by_head else 1

@@ -2,10 +2,13 @@
 
     embed       the input of layer 0                  resid_pre   the input of a layer
     norm1 norm2 what attention is given, and what the feed-forward is: the outputs of the norms before them
+    q  k  v     each head's queries, keys and values as their projection gives them, before norms and rotary positions
     attn  mlp   what that part adds to the residual stream
     head        the attention's heads, before their output projection
     neuron      the feed-forward's activations, before its output projection
-    resid       the output of a layer                 pattern     the attention's weights, which are captured only
+    resid       the output of a layer
+    resid_mid   the residual stream between attention and feed-forward; captured only: it goes on beside what is seen
+    pattern     the attention's weights, which are captured only
 
 Where a family has these but ``embed``, ``resid_pre`` and ``resid`` its row says (``models.families``). Every
 projection has two points more, by the name that ``lora`` takes: ``"mlp.down_proj.in"``, what it is given, behind
@@ -44,10 +47,11 @@ class Point:
     @property
     def by_head(self) -> bool:
         """Whether the layer's own tensor has the heads side by side in its last dimension."""
-        return self.features == ("head", "head_dim")
+        return self.features[-1] == "head_dim"
 
 
 EMBED, HEAD, NEURON, PATTERN = "embed", "head", "neuron", "pattern"
+QKV = ("q", "k", "v")
 ENTERING = (EMBED, "resid_pre")  # the block's own input
 LEAVING = "resid"  # and its output
 
@@ -55,7 +59,11 @@ _ALL = (  # in the order in which a block comes by them
     Point(EMBED, reached="input"),
     Point("resid_pre", reached="input"),
     Point("norm1", aliases=("ln1", "ln_1", "input_layernorm")),
+    Point("q", ("head", "head_dim"), aliases=("query", "queries")),
+    Point("k", ("kv_head", "head_dim"), aliases=("key", "keys")),
+    Point("v", ("kv_head", "head_dim"), aliases=("value", "values")),
     Point("attn", aliases=("attn_out", "attention")),
+    Point("resid_mid", reached="input", edited=False),
     Point("norm2", aliases=("ln2", "ln_2")),
     Point("mlp", aliases=("mlp_out",)),
     Point(HEAD, ("head", "head_dim"), "input", aliases=("z",)),
@@ -68,7 +76,6 @@ EDITED = tuple(point.name for point in _ALL if point.edited)
 
 _ENDS = {"in": "input", "out": "output"}  # of a projection
 
-_NO_POINT = ("resid_mid",)  # what others have between attention and the MLP
 _MAX_NUMBERS = 1 << 16  # layers or heads of one edit
 # Kwargs whose value in a layer is a list of entries, each at a point: all that are given act, in order.
 ENTRIES = frozenset({"edit", "capture"})
@@ -125,14 +132,25 @@ def edited_in(modules: Collection[str]) -> tuple[str, ...]:
     return tuple(name for name in EDITED if name in (*ENTERING, LEAVING) or name in modules)
 
 
+def captured_in(modules: Collection[str]) -> tuple[str, ...]:
+    """The points where captures alone act in such blocks."""
+    return tuple(point.name for point in _ALL if not point.edited and point.name in modules)
+
+
 def no_point(what: str, name: Any, points: Iterable[str]) -> KwargError:
     """The error that says which points there are, and which of them has this name elsewhere."""
     base = str(name).rpartition("hook_")[2]
-    known_as = next((point.name for point in _ALL if base in point.aliases), None)
-    hint = "" if base in _NO_POINT else did_you_mean(base, points)
-    hint = f" Did you mean {known_as!r}?" if known_as is not None else hint
+    known_as = next((point.name for point in _ALL if base in (point.name, *point.aliases)), None)
+    hint = did_you_mean(base, points) if known_as is None else f" Did you mean {known_as!r}?"
+    hint = hint if known_as is None or known_as in points else f" {known_as!r} is for captures alone."
     also = 'and of a projection, its ".in" and ".out": "mlp.down_proj.in"'
     return KwargError(f"{what}: no point {name!r:.60}; points are {', '.join(points)}, {also}.{hint}")
+
+
+def no_heads(what: str, heads: Any, name: str) -> KwargError:
+    """The error for heads chosen where there are none."""
+    by_head = " or ".join(map(repr, (HEAD, *QKV)))
+    return KwargError(f"{what}: heads={heads!r:.60} belong to point={by_head}, not to {name!r}")
 
 
 def features_of(point: Point, projections: Projections) -> int | None:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from kwflow.errors import ModelError, ShapeError, UnsupportedError
 from kwflow.kwargs.axes import describe
 from kwflow.kwargs.tree import as_int
-from kwflow.models.families import blank_inputs, family_of, replace_layers
+from kwflow.models.families import family_of
 from kwflow.models.files.checkpoint import Checkpoint, model_name
+from kwflow.models.layout import blank_inputs, replace_layers
 from kwflow.models.spans import quiet, read_config, resolve_dtype, skeleton
 from kwflow.models.weights import Sources, fill_buffers
 

@@ -13,26 +13,25 @@ model like llama is ``Family()``. Otherwise look in ``transformers/models/NAME/m
 - the base model's ``forward``: does it take ``position_ids``, and do they reach the layers? If not, say why in
   ``positions``. Does it unpack what a layer returns (``outputs[0]``)? Then ``tuples=True``;
 - the layer's ``__init__``: ``attn``, ``mlp``, and their last Linears, ``out`` and ``down``; ``norm1`` and ``norm2``;
+- its attention's ``forward``: the projections ``q``, ``k`` and ``v``; where one gives them all, how they stand in it
+  (``order``, ``groups``); none of them where keys and values are made otherwise;
 - a ``torch.autograd.Function`` without ``setup_context`` has no torch.func rule: ``patch`` puts the same arithmetic in.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from kwflow.autograd.transforms import in_transform
-from kwflow.blocks.projections import common, find
+from kwflow.blocks.parts import Part
 from kwflow.errors import UnsupportedError, did_you_mean
-from kwflow.kwargs.points import NEURON
+from kwflow.kwargs.points import NEURON, POINTS, QKV
+from kwflow.models.patches import plain_gelu, sums_apart
 
 LEARNED = "this family's positions are learned and act in flow.embed(ids, position_ids=…)"
 ALIBI = "this family uses ALiBi, which follows attention_mask"
@@ -49,6 +48,12 @@ class Family:
     down: str = "mlp.down_proj"  # the feed-forward's, whose input is its neurons; a mixture's layer has none
     norm1: str = "input_layernorm"  # the norm whose output attention is given; "": it is given the stream itself
     norm2: str = "post_attention_layernorm"  # the same of the feed-forward
+    mid: str | None = None  # what is given the stream between the two; None: norm2; "": nothing, in parallel ones
+    q: str = "self_attn.q_proj"  # the projection whose output is all heads' queries, or has them in it; "": none is
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    order: str = "qkv"  # where one projection gives them all: in which order they stand in each of its groups,
+    groups: str | int = 1  # how many groups there are, each with its share of the heads; or the size that says it
     positions: str = ""  # why position_ids are refused; empty: the blocks take them
     counts_mask: bool = False  # the model's own forward takes learned positions from the mask where none are given
     four_d: str = ""  # why a 4-D attention_mask is refused; empty: the blocks take one
@@ -62,7 +67,22 @@ class Family:
         """Where ``kwflow.blocks.hooks`` finds the points of a layer."""
         parts = {"attn": self.attn, "mlp": self.mlp} if self.mlp else {}
         norms = {name: path for name, path in (("norm1", self.norm1), ("norm2", self.norm2)) if path}
-        return {**norms, **parts, "head": self.out, NEURON: self.down}
+        between = self.norm2 if self.mid is None else self.mid
+        mid = {"resid_mid": between} if between else {}
+        return {**norms, **self._qkv, **mid, **parts, "head": self.out, NEURON: self.down}
+
+    @property
+    def _qkv(self) -> dict[str, str]:
+        return {name: path for name, path in zip(QKV, (self.q, self.k, self.v), strict=True) if path}
+
+    def parts(self, sizes: Mapping[str, int]) -> dict[str, Part]:
+        """Where the queries, keys and values are in the output of one projection, if they are; by the model's sizes."""
+        if len({*self._qkv.values()}) == len(self._qkv):
+            return {}
+        groups = sizes[self.groups] if isinstance(self.groups, str) else self.groups
+        share = {name: sizes[POINTS[name].features[0]] // groups for name in QKV}
+        stop = dict(zip(self.order, itertools.accumulate(share[name] for name in self.order), strict=True))
+        return {name: Part(groups, sum(share.values()), stop[name] - share[name], stop[name]) for name in QKV}
 
     def points_in(self, layers: Iterable[nn.Module]) -> dict[str, str]:
         """Those that each of some layers has."""
@@ -74,47 +94,36 @@ class Family:
         return self.positions == LEARNED
 
 
-class TanhGelu(nn.Module):
-    """Bloom's gelu, in the arithmetic of transformers' BloomGelu, whose autograd.Function torch.func cannot take."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+def fused(projection: str, **where: Any) -> dict[str, Any]:
+    """What a row says where one projection gives queries, keys and values; "": where none does."""
+    return {**dict.fromkeys(QKV, projection), **where}
 
 
-def plain_gelu(layer: nn.Module) -> None:
-    layer.mlp.gelu_impl = TanhGelu()  # type: ignore[union-attr]
-
-
-class SumsApart(TorchFunctionMode):
-    """``a += b`` makes a new tensor: in place, vmap cannot add what it maps over to what it does not map over."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return torch.add(*args) if func is Tensor.add_ else func(*args, **(kwargs or {}))
-
-
-def sums_apart(layer: nn.Module) -> None:
-    """Falcon adds what its attention gives to what its feed-forward gives, in place and nothing else."""
-    layer.__class__ = _summing_apart(type(layer))
-
-
-@functools.cache
-def _summing_apart(kind: type[nn.Module]) -> type[nn.Module]:
-    @functools.wraps(kind.forward)
-    def forward(self: Any, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with SumsApart() if in_transform() else nullcontext():
-            return kind.forward(self, hidden, *args, **kwargs)
-
-    return type(kind.__name__, (kind,), {"forward": forward})
+def apart(attention: str) -> dict[str, Any]:
+    """The same where each has its own."""
+    return {name: f"{attention}.{name}_proj" for name in QKV}
 
 
 def falcon(family: Family, config: Any) -> Family:
     """Falcon models have rotary positions or ALiBi, and one norm for both parts or one for each."""
     if config.new_decoder_architecture and config.num_ln_in_parallel_attn != 1:
-        family = replace(family, norm1="ln_attn", norm2="ln_mlp")
+        family = replace(family, norm1="ln_attn", norm2="ln_mlp", mid="")
+    if config.new_decoder_architecture and config.num_kv_heads != config.num_attention_heads:
+        family = replace(family, **fused(""))  # sizes are those of the keys that it keeps, which are repeated
     if not config.alibi:
         return family
     mask = "this model adds its ALiBi to the mask that it makes from a 2-D one"
     return replace(family, positions=ALIBI, four_d=mask)
+
+
+def bigcode(family: Family, config: Any) -> Family:
+    """The heads of a GPT-BigCode model have keys of their own, or share one; its one projection differs."""
+    return family if config.multi_query else replace(family, groups="kv_head")
+
+
+def neox(family: Family, config: Any) -> Family:
+    """NeoX's parts stand side by side, or one behind the other."""
+    return replace(family, mid="") if config.use_parallel_residual else family
 
 
 def opt(family: Family, config: Any) -> Family:
@@ -139,7 +148,14 @@ def latent_kv(config: Any) -> Mapping[str, int]:
 
 
 _GPT2 = Family(
-    layers="h", attn="attn", out="attn.c_proj", down="mlp.c_proj", norm1="ln_1", norm2="ln_2", positions=LEARNED
+    layers="h",
+    attn="attn",
+    out="attn.c_proj",
+    down="mlp.c_proj",
+    norm1="ln_1",
+    norm2="ln_2",
+    positions=LEARNED,
+    **fused("attn.c_attn"),
 )
 _BLOOM = Family(
     layers="h",
@@ -150,6 +166,7 @@ _BLOOM = Family(
     positions=ALIBI,
     tuples=True,
     patch=plain_gelu,
+    **fused("self_attention.query_key_value", groups="kv_head"),
 )
 _FALCON = Family(
     layers="h",
@@ -160,6 +177,7 @@ _FALCON = Family(
     vary=falcon,
     kv=falcon_kv,
     patch=sums_apart,
+    **fused("self_attention.query_key_value", groups="kv_head"),
 )
 _MPT = Family(
     layers="blocks",
@@ -172,10 +190,19 @@ _MPT = Family(
     positions=ALIBI,
     four_d="this family's attention knows what is masked, and no bias",
     tuples=True,
+    **fused("attn.Wqkv"),
 )
-_GPTJ = Family(layers="h", attn="attn", out="attn.out_proj", down="mlp.fc_out", norm1="ln_1", norm2="")
-_NORMED = Family(attn="post_attention_layernorm", mlp="post_feedforward_layernorm", norm1="", norm2="")
-_SANDWICHED = replace(_NORMED, norm1="input_layernorm", norm2="pre_feedforward_layernorm")
+_GPTJ = Family(
+    layers="h",
+    attn="attn",
+    out="attn.out_proj",
+    down="mlp.fc_out",
+    norm1="ln_1",
+    norm2="",
+    **apart("attn"),
+)
+_NORMED = Family(attn="post_attention_layernorm", mlp="post_feedforward_layernorm", norm1="", norm2="", mid="mlp")
+_SANDWICHED = replace(_NORMED, norm1="input_layernorm", norm2="pre_feedforward_layernorm", mid=None)
 _OPT = Family(
     layers="decoder.layers",
     mlp="fc2",
@@ -204,11 +231,11 @@ FAMILIES: dict[str, Family] = {
     "biogpt": replace(_XGLM, four_d=""),
     "bitnet": Family(),
     "bloom": _BLOOM,
-    "codegen": _GPTJ,
+    "codegen": replace(_GPTJ, **fused("attn.qkv_proj", order="qvk", groups=4)),
     "cohere": Family(),
     "cohere2": Family(),
-    "deepseek_v2": Family(kv=latent_kv),
-    "deepseek_v3": Family(kv=latent_kv),
+    "deepseek_v2": Family(kv=latent_kv, **fused("")),
+    "deepseek_v3": Family(kv=latent_kv, **fused("")),
     "diffllama": Family(),
     "dots1": Family(),
     "ernie4_5": Family(),
@@ -223,9 +250,15 @@ FAMILIES: dict[str, Family] = {
     "glm4": Family(attn="post_self_attn_layernorm", mlp="post_mlp_layernorm"),
     "glm4_moe": Family(),
     "gpt2": _GPT2,
-    "gpt_bigcode": _GPT2,
-    "gpt_neo": replace(_GPT2, out="attn.attention.out_proj", tuples=True),
-    "gpt_neox": Family(attn="attention", out="attention.dense", down="mlp.dense_4h_to_h"),
+    "gpt_bigcode": replace(_GPT2, vary=bigcode),
+    "gpt_neo": replace(_GPT2, out="attn.attention.out_proj", tuples=True, **apart("attn.attention")),
+    "gpt_neox": Family(
+        attn="attention",
+        out="attention.dense",
+        down="mlp.dense_4h_to_h",
+        vary=neox,
+        **fused("attention.query_key_value", groups="kv_head"),
+    ),
     "gpt_oss": Family(),
     "gptj": _GPTJ,
     "granite": Family(mlp=""),
@@ -247,9 +280,13 @@ FAMILIES: dict[str, Family] = {
     "olmo3": _NORMED,
     "olmoe": Family(),
     "opt": _OPT,
-    "persimmon": Family(out="self_attn.dense", down="mlp.dense_4h_to_h"),
+    "persimmon": Family(
+        out="self_attn.dense",
+        down="mlp.dense_4h_to_h",
+        **fused("self_attn.query_key_value", groups="kv_head"),
+    ),
     "phi": Family(out="self_attn.dense", down="mlp.fc2"),
-    "phi3": Family(),
+    "phi3": Family(**fused("self_attn.qkv_proj")),
     "phimoe": Family(),
     "qwen2": Family(),
     "qwen2_moe": Family(),
@@ -294,53 +331,3 @@ def why_not(config: Any) -> str:
         what = f" ({', '.join(states)})" if states else ""
         return f"its layers keep a state{what}, which sessions of keys and values cannot hold"
     return ""
-
-
-# ---- what a config says ------------------------------------------------------------------------------------------
-
-
-def model_sizes(config: Any) -> dict[str, int]:
-    """The sizes that axes are checked against; ``key_dim`` and ``value_dim`` where they are not ``head_dim``."""
-    heads, family = config.num_attention_heads, family_of(config)
-    sizes = {
-        "hidden": config.hidden_size,
-        "head": heads,
-        "kv_head": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-    }
-    return {**sizes, **(family.kv(config) if family.kv else {})}
-
-
-def span_sizes(config: Any, family: Family, layers: Sequence[nn.Module]) -> dict[str, int]:
-    """The model's sizes, and what differs between its layers: ``neuron`` where all have as many."""
-    down = common(map(find, layers)).get(family.down)
-    there = NEURON in family.points_in(layers)
-    return {**model_sizes(config), **({NEURON: down[0]} if there and down is not None else {})}
-
-
-def layer_kinds(config: Any) -> list[str]:
-    """The kind of every layer; those of one kind get the same mask and positions."""
-    layers = int(config.num_hidden_layers)
-    kinds: list[str] = list(getattr(config, "layer_types", None) or ())
-    return kinds[:layers] if len(kinds) >= layers else ["full_attention"] * layers
-
-
-# ---- where the layers are ----------------------------------------------------------------------------------------
-
-
-def layer_list(base: nn.Module, family: Family) -> Any:
-    """The base model's ModuleList of layers."""
-    return base.get_submodule(family.layers)
-
-
-def replace_layers(base: nn.Module, family: Family, modules: Sequence[nn.Module] | nn.ModuleList) -> None:
-    """Put other modules in the layers' place."""
-    owner, _, name = family.layers.rpartition(".")
-    listed = modules if isinstance(modules, nn.ModuleList) else nn.ModuleList(modules)
-    setattr(base.get_submodule(owner), name, listed)
-
-
-def blank_inputs(model: Any, hidden: Tensor) -> Tensor:
-    """inputs_embeds for a model whose layers get ``hidden`` from elsewhere: as wide as its embedding (opt's own)."""
-    width = model.get_input_embeddings().weight.shape[1]
-    return torch.zeros(*hidden.shape[:-1], width, dtype=hidden.dtype, device=hidden.device)

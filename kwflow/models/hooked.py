@@ -26,8 +26,9 @@ from kwflow.kwargs.kwarg import Place
 from kwflow.kwargs.points import edited_in
 from kwflow.kwargs.positions import Columns, token_position, without_masks
 from kwflow.kwargs.schema import Spec
-from kwflow.models.families import family_of, layer_list, span_sizes
+from kwflow.models.families import family_of
 from kwflow.models.hooks import edit_hooks
+from kwflow.models.layout import layer_list, model_sizes, span_sizes
 from kwflow.models.prepare import arguments, cache_argument
 
 
@@ -111,9 +112,8 @@ class _Edited:
             raise KwargError("as_hooks: the model got neither input_ids nor inputs_embeds")
         columns = self._columns(call, *inputs.shape[:2])
         bound = self._bound(columns, *inputs.shape[:2])
-        self.handles = edit_hooks(
-            self.layers, self.family, self.config.num_attention_heads, bound, None, torch.Size(inputs.shape[:2])
-        )
+        shape = torch.Size(inputs.shape[:2])
+        self.handles = edit_hooks(self.layers, self.family, model_sizes(self.config), bound, None, shape)
 
     def after(self, _: nn.Module, __: Any, out: Any) -> None:
         """Take the edits away, also after an error; remember a cache that begins here."""

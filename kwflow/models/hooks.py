@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kwflow.blocks import adapters
+from kwflow.blocks.parts import on_part
 from kwflow.errors import KwargError
 from kwflow.kwargs import points, prefix_kv
 from kwflow.kwargs.bound import Bound
@@ -24,26 +25,31 @@ Change = Callable[[Tensor], Tensor]
 
 
 def edit_hooks(
-    layers: nn.ModuleList, family: Family, heads: int, bound: Bound, token_position: Tensor | None, shape: torch.Size
+    layers: nn.ModuleList,
+    family: Family,
+    sizes: Mapping[str, int],
+    bound: Bound,
+    token_position: Tensor | None,
+    shape: torch.Size,
 ) -> list[Any]:
     """Hooks for the kwargs of ``bound``'s layers, in the order in which a block does them; handles to remove them.
 
     ``token_position``: (batch, seq); ``shape``: of hidden. A prefix_kv is not a hook's, but a cache's. Raises
     KwargError for kwargs that no hook can do.
     """
-    handles = []
+    handles, parts = [], family.parts(sizes)
     for number in range(bound.start, bound.stop):
         layer, layer_kwargs = layers[number], bound.for_layer(number)
         if unknown := layer_kwargs.keys() - INSIDE.keys() - {prefix_kv.NAME} | layer_kwargs.keys() & {"capture"}:
             raise KwargError(f"a Hugging Face model has no kwarg {min(unknown)!r} to compare with")
         by_projection = adapters.by_projection(layer_kwargs)
         handles += _adapter_outputs(layer, by_projection, shape)
-        acts = at_points(layer_kwargs, LayerCall(number, (shape[0], shape[1]), heads, token_position))
+        acts = at_points(layer_kwargs, LayerCall(number, (shape[0], shape[1]), sizes, token_position))
         for name in sorted(acts, key=_order):
             at = points.point_at(name)
             path = at.projection or family.points.get(name, "")  # the layer itself has the others
             hook = on_input if at.reached == "input" else on_output
-            handles.append(hook(layer.get_submodule(path), acts[name]))
+            handles.append(hook(layer.get_submodule(path), on_part(parts.get(name), acts[name])))
         for name, adapter in by_projection.items():  # a head's edits come before what scales the projection's input
             scale = functools.partial(adapters.before, adapter=adapter, batch_seq=(shape[0], shape[1]))
             handles.append(on_input(layer.get_submodule(name), scale))

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from kwflow.blocks.block import Prepare
 from kwflow.errors import KwargError
 from kwflow.kwargs.schema import Scaling
-from kwflow.models.families import Family, layer_list, replace_layers
+from kwflow.models.families import Family
+from kwflow.models.layout import layer_list, replace_layers
 
 CACHE_NAMES = ("cache", "layer_past", "past_key_values")  # in transformers 5.24, in some of its families, before it
 _recorded: ContextVar[dict[str, dict[str, Any]]] = ContextVar("kwflow_recorded")

@@ -21,11 +21,12 @@ from kwflow.blocks.patterns import attention_path
 from kwflow.blocks.span import SpanSpec
 from kwflow.errors import ModelError, SpanError
 from kwflow.kwargs.builtin import schema
-from kwflow.kwargs.points import PATTERN, edited_in
+from kwflow.kwargs.points import PATTERN, captured_in, edited_in
 from kwflow.kwargs.schema import Schema
 from kwflow.models.experts import derivable_experts
-from kwflow.models.families import family_of, layer_kinds, layer_list, span_sizes, unsupported
+from kwflow.models.families import family_of, unsupported
 from kwflow.models.files.checkpoint import CONFIG, Checkpoint, find_model, layer_hash, model_name, read_json
+from kwflow.models.layout import layer_kinds, layer_list, model_sizes, span_sizes
 from kwflow.models.prepare import cache_argument, make_prepare, scaling
 from kwflow.models.quantize import check_mode, kept_modules, quantize_layer
 from kwflow.models.weights import Sources, fill_buffers
@@ -93,7 +94,7 @@ def load_span(
         if mode:
             quantize_layer(layer, mode, name=f"{prefix}.{number}", kept=kept)
         projections.install(layer)
-        hooks.install(layer, points)
+        hooks.install(layer, points, family.parts(model_sizes(config)))
         layer.requires_grad_(False).eval()
         params = dict(layer.named_parameters())
         cache_name = cache_argument(layer.forward)
@@ -120,13 +121,14 @@ def _check_span(start: Any, stop: Any, layers: int) -> tuple[int, int]:
 
 def _schema(skeleton_model: Any, config: Any, modules: Sequence[nn.Module]) -> Schema:
     """What these layers of a skeleton take, and the model's sizes."""
-    family = family_of(config)
+    family, attention = family_of(config), attention_path(skeleton_model, modules[0])
+    points = {**family.points_in(modules), **({PATTERN: attention} if attention else {})}
     return schema(
         span_sizes(config, family, modules),
         positions=not family.positions,
         refused={"position_ids": family.positions} if family.positions else {},
-        points=edited_in(family.points_in(modules)),
-        captured_only=(PATTERN,) if attention_path(skeleton_model, modules[0]) else (),
+        points=edited_in(points),
+        captured_only=captured_in(points),
         projections=projections.common(map(projections.find, modules)),
         scaling=scaling(getattr(skeleton_model, skeleton_model.base_model_prefix), family),
     )

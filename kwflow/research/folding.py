@@ -58,7 +58,7 @@ def act_after(hidden_BSD: Tensor, bound: Bound, layer: int, varying: Collection[
     """What kwargs that fold do to the output of ``layer``, as the block would."""
     kwargs = {name: value for name, value in bound.for_layer(layer).items() if name in varying}
     batch, seq, _ = hidden_BSD.shape
-    acts = at_points(kwargs, LayerCall(layer, (batch, seq), heads=1, token_position=None))
+    acts = at_points(kwargs, LayerCall(layer, (batch, seq), sizes={}, token_position=None))
     return acts[LEAVING](hidden_BSD) if LEAVING in acts else hidden_BSD
 
 

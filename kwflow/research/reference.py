@@ -18,9 +18,10 @@ from kwflow.errors import KwargError, SpanError, UnsupportedError
 from kwflow.kwargs import prefix_kv
 from kwflow.kwargs.bound import Bound
 from kwflow.kwargs.positions import token_positions
-from kwflow.models.families import blank_inputs, family_of, layer_list
+from kwflow.models.families import family_of
 from kwflow.models.files.checkpoint import model_name, model_path
 from kwflow.models.hooks import edit_hooks, on_input, on_output
+from kwflow.models.layout import blank_inputs, layer_list, model_sizes
 from kwflow.models.prepare import cache_argument
 from kwflow.models.quantize import as_pure, mode_of
 from kwflow.models.spans import config_attention, load_span, quiet
@@ -108,9 +109,8 @@ class HuggingFace:
 
         try:
             hooks.append(on_input(layers[bound.start], lambda _: hidden))
-            hooks += edit_hooks(
-                layers, self.family, self.model.config.num_attention_heads, bound, token_position, hidden.shape
-            )
+            sizes = model_sizes(self.model.config)
+            hooks += edit_hooks(layers, self.family, sizes, bound, token_position, hidden.shape)
             hooks.append(on_output(layers[bound.stop - 1], lambda out: seen.append(out) or out))
             with torch.no_grad(), precision(dtype):
                 base(inputs_embeds=blank_inputs(model, hidden), use_cache=True, **inputs)

@@ -71,10 +71,35 @@ class Place:
     def module(self, point: str) -> nn.Module:
         return self.block.get_submodule(self.row.points[point]) if point in self.row.points else self.block
 
+    def features(self, point: str, width: int) -> Tensor:
+        """Which of its projection's output are queries ("q"), keys or values, head by head."""
+        return qkv(self.family, self.block, width)["qkv".index(point)]
+
     def where(self, chosen: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """(batch, seq) bool: the tokens that ``chosen(position, tokens of the prompt)`` says."""
         position = torch.where(self.mask.bool(), self.mask.cumsum(-1) - 1, -1)
         return self.mask.bool() & chosen(position, self.prompt[:, None])
+
+
+def qkv(family: str, block: nn.Module, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Numbers of features of the projections that give queries, keys and values: as each attention splits them."""
+    numbers, sizes = torch.arange(width), config(family)
+    heads = sizes.num_attention_heads
+    if hasattr(block, "self_attention") and hasattr(block.self_attention, "_split_heads"):  # falcon's
+        parts = block.self_attention._split_heads(numbers[None, None])
+    elif sizes.model_type in ("bloom", "persimmon", "gpt_neox") or getattr(sizes, "multi_query", None) is False:
+        parts = numbers.view(heads, 3, -1).unbind(1)
+    elif sizes.model_type == "codegen":
+        query, value, key = numbers.view(4, -1).chunk(3, -1)
+        parts = query, key, value
+    elif sizes.model_type in ("phi3", "gpt_bigcode"):
+        kv = sizes.num_key_value_heads * HIDDEN // heads
+        parts = numbers.split((width - 2 * kv, kv, kv))
+    elif sizes.model_type in ("gpt2", "mpt"):
+        parts = numbers.chunk(3)
+    else:
+        parts = numbers, numbers, numbers
+    return tuple(part.flatten() for part in parts)
 
 
 def on_rows(change: Callable[[Tensor], Tensor], shape: torch.Size) -> Callable[[Tensor], Tensor]:

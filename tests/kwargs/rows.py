@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import kwflow as kf
 from kwflow.blocks.projections import find
-from kwflow.kwargs.points import EDITED, ENTERING
+from kwflow.kwargs.points import EDITED, ENTERING, QKV
+from kwflow.kwargs.points import POINTS as POINTS_OF
 from tests.families.configs import HEADS
 from tests.kwargs.row import MASK, NEW, PADDED, PADS, B, Call, D, Given, L, Place, Row, S, before, behind
 from tests.oracle import Hook, with_prompts
@@ -261,31 +262,44 @@ def at_ends(place: Place) -> list[Hook]:
 
 
 def inner(family: str) -> list[str]:
-    """The points within a layer where nothing is by head, and every layer has them."""
-    named = ("norm1", "attn", "norm2", "mlp", "neuron")
+    """The points within a layer but ``head``, where every layer has them."""
+    named = ("norm1", *QKV, "attn", "norm2", "mlp", "neuron")
     return [point for point in named if point in span(family, 0, L).schema.kwargs["edit"].points]
 
 
 def inner_sizes(family: str) -> dict[str, tuple[int, ...]]:
     sizes = span(family, 0, L).schema.sizes
-    return {point: (sizes.get(point, D),) for point in inner(family)}
+    return {point: tuple(sizes[axis] for axis in POINTS_OF[point].features) for point in inner(family)}
 
 
 def at_inner(given: Given) -> dict[str, Any]:
-    features = {point: point if point == "neuron" else "hidden" for point in inner(given.family)}
+    """At two tokens in queries, keys and values: nothing hangs on what is added to all keys alike."""
+    axes = {point: " ".join(POINTS_OF[point].features) for point in inner(given.family)}
     made = [
-        kf.add(given.tensor(p, axis, n), n, point=p, at="prompt") for n in given.layers for p, axis in features.items()
+        kf.add(given.tensor(p, axes[p], n), n, point=p, at=PLACES if p in QKV else "prompt")
+        for n in given.layers
+        for p in axes
     ]
     return {"edit": made}
 
 
 def added_within(place: Place) -> list[Hook]:
-    there = place.where(lambda position, prompt: position < prompt)[..., None]
+    prompt = place.where(lambda position, prompt: position < prompt)[..., None]
+    two = place.where(lambda position, _: (position == PLACES[0]) | (position == PLACES[1]))[..., None]
 
     def add(point: str) -> Hook:
         hook = before if point == "neuron" else behind
-        more = place.x[point][:, None]
-        return hook(place, place.module(point), lambda y: torch.where(there, y + more.to(y.dtype), y))
+        more, there = place.x[point], two if point in QKV else prompt
+
+        def change(y: Tensor) -> Tensor:
+            wide = more.flatten(1)[:, None].to(y.dtype)
+            if point not in QKV:
+                return torch.where(there, y + wide, y)
+            features = place.features(point, y.shape[-1])
+            changed = y.index_copy(-1, features, y[..., features] + wide)
+            return torch.where(there, changed, y)
+
+        return hook(place, place.module(point), change)
 
     return [add(point) for point in inner(place.family)]
 
@@ -316,7 +330,7 @@ def filled(by_layer: list[Mapping[str, Tensor]], batch: int) -> Any:
 
 # ---- what captures bring back, of steered layers
 
-POINTS = [point for point in EDITED if point not in ENTERING]
+POINTS = [*(point for point in EDITED if point not in ENTERING), "resid_mid"]
 
 
 def points_of(family: str) -> list[str]:
@@ -341,10 +355,11 @@ def keeping(place: Place) -> list[Hook]:
     for point in points_of(place.family):
 
         def keep(value: Tensor, key: tuple[str, int] = (point, place.layer)) -> Tensor:
-            place.seen[key] = value.clone()  # falcon adds to it in place
+            seen = value[..., place.features(key[0], value.shape[-1])] if key[0] in QKV else value
+            place.seen[key] = seen.clone()  # falcon adds to it in place
             return value
 
-        hooks.append((before if point in ("head", "neuron") else behind)(place, place.module(point), keep))
+        hooks.append((before if point in ("head", "neuron", "resid_mid") else behind)(place, place.module(point), keep))
     return hooks
 
 

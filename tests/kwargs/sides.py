@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kwflow.blocks.precision import LiftFloat32
 from kwflow.kwargs.builtin import schema
-from kwflow.kwargs.points import PATTERN, edited_in
+from kwflow.kwargs.points import PATTERN, captured_in, edited_in
 from kwflow.kwargs.schema import Schema
 from kwflow.models.families import family_of
 from tests.families.configs import config
@@ -38,7 +38,7 @@ def schema_of(family: str) -> Schema:
         positions=not own.positions,
         refused=refused,
         points=edited_in(own.points),
-        captured_only=(PATTERN,),
+        captured_only=captured_in({**own.points, PATTERN: ""}),
         projections={"any": (1, 1)},
     )
 

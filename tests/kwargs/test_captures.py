@@ -395,7 +395,7 @@ def test_what_is_wrong_is_refused() -> None:
         with pytest.raises(KwargError, match=f"no point '{theirs}'.*Did you mean '{ours}'"):
             kf.Capture({theirs: [1]})
     with pytest.raises(KwargError, match=r"mlp\.down_proj\.in\"\.$"):  # nothing here is what it is there
-        kf.Capture(resid_mid=[1])
+        kf.Capture(hook_scale=[1])
     with pytest.raises(KwargError, match="say what"):
         kf.Capture()
     with pytest.raises(SpanError, match="layer 0"):

@@ -16,6 +16,7 @@ from kwflow.models.families import family_of
 from tests.families.configs import CONFIGS, config
 from tests.families.marks import families
 from tests.families.table import IDS, MASK
+from tests.kwargs.row import qkv
 from tests.oracle import assert_bits, assert_close, layers_of, residual
 from tests.oracle.tiny import TWO, Requests, flow, folder, huggingface, ids, make_flow, random, span
 
@@ -63,6 +64,129 @@ def test_all_that_enters_and_leaves_a_projection(family: str) -> None:
             for row, tokens in enumerate(MASK.sum(1).tolist()):
                 assert_bits(acts[point, layer][row, :tokens], value[row, S - tokens :], f"{point} of layer {layer}")
     assert set(acts) <= expected.keys()
+
+
+WITHOUT_QKV = ("falcon", "deepseek_v2", "deepseek_v3")
+QKV = ("q", "k", "v")
+
+
+@families([*CONFIGS])
+def test_queries_keys_and_values_are_what_attention_takes_of_its_projections(family: str) -> None:
+    """Seen, and one head of each changed: as by hooks on transformers' own projections."""
+    one, model, x = flow(family, TWO), huggingface(family), random(B, S, 32)
+    if family in WITHOUT_QKV:
+        for point in QKV:
+            with pytest.raises(KwargError, match=f"no point '{point}' in these blocks; they have .*head"):
+                one(x, edit=kf.scale(0.0, 1, point=point))
+        return
+    layer, paths, found = layers_of(model)[1], family_of(config(family)).points, {}
+
+    def hook(point: str) -> Any:
+        def change(_: Any, __: Any, out: Tensor) -> Tensor:
+            features = qkv(family, layer, out.shape[-1])["qkv".index(point)]
+            seen = out[..., features].unflatten(-1, (-1, head_dim))
+            found[point] = seen = torch.cat([seen[..., :1, :], seen[..., 1:2, :] * -3.0, seen[..., 2:, :]], -2)
+            return out.index_copy(-1, features, seen.flatten(-2))
+
+        return layer.get_submodule(paths[point]), "post", change
+
+    head_dim = span(family, 0, 4).schema.sizes["head_dim"]
+    heads = [1 if span(family, 0, 4).schema.sizes[axis] > 1 else 0 for axis in ("head", "kv_head", "kv_head")]
+    changed = [point for point, head in zip(QKV, heads, strict=True) if head]
+    expected = residual(model, x, attention_mask=MASK, extra=[hook(point) for point in changed])
+    edits = [kf.scale(-3.0, 1, point=point, heads=[1]) for point in changed]
+    out, acts = one.capture(dict.fromkeys(QKV, 1), x, attention_mask=MASK, edit=edits)
+    for row, tokens in enumerate(MASK.sum(1).tolist()):
+        assert_bits(out[row, S - tokens :], expected[row, S - tokens :])
+        for point in changed:
+            assert_bits(acts[point, 1][row, :tokens], found[point][row, S - tokens :], point)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "phi3", "gpt_neox", "gpt_bigcode", "codegen", "persimmon", "opt"])
+def test_a_head_is_its_pattern_of_values(family: str) -> None:
+    sizes = span(family, 0, 4).schema.sizes
+    _, acts = flow(family, TWO).capture({"v": 1, "pattern": 1, "head": 1}, random(B, S, 32))
+    values = acts["v", 1].repeat_interleave(sizes["head"] // sizes["kv_head"], 2)
+    mixed = torch.einsum("bphk,bkhd->bphd", acts["pattern", 1], values)
+    assert_close(mixed, acts["head", 1])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "codegen"])
+def test_hooks_of_the_local_model_edit_queries_keys_and_values(family: str) -> None:
+    keys = (span(family, 0, 4).schema.sizes["kv_head"], 8)
+    local, edits = huggingface(family), [
+        kf.scale(0.5, 1, point="q", heads=[3], at="prompt[-1]"),
+        kf.edits.noise(0.5, 2, point="k", seed=3, heads=[1], at=[0, 2]),
+        kf.put(random(*keys, seed=4), 3, point="v", at=[1]),
+        kf.add(random(1, 8, seed=5), 3, point="q", heads=[0]),
+    ]  # fmt: skip
+    one = make_flow(family, TWO, own_ends=True)
+    remote = kf.AutoDistributedModelForCausalLM.from_pretrained(folder(family), flow=one)
+    with torch.no_grad(), kf.steering.as_hooks(local, edits):
+        expected = local(ids(2, 6)).logits
+    assert_bits(remote(ids(2, 6), edit=edits).logits, expected)
+    x = one.inputs(ids(2, 6))
+    variants = [{"edit": [kf.scale(factor, 1, point="k", heads=[1]), *edits]} for factor in (0.0, 2.0)]
+    assert_close(kf.sweep(one, x, variants), torch.stack([one(**x, **variant) for variant in variants]))
+
+
+def test_wrong_heads_and_sizes_of_keys_are_refused() -> None:
+    one, x = make_flow("llama", TWO), random(1, 3, 32)
+    with Requests(one) as requests:
+        with pytest.raises(KwargError, match=r"heads=\[2\]; there are heads 0:2"):
+            one(x, edit=kf.scale(0.0, 1, point="k", heads=[2]))
+        with pytest.raises(ShapeError, match="kv_head = 4, expected 2"):
+            one(x, edit=kf.add(random(4, 8), 1, point="v"))
+        assert not len(requests)
+    for theirs in ("hook_q", "blocks.1.attn.hook_k", "values"):
+        with pytest.raises(KwargError, match="Did you mean '[qkv]'"):
+            kf.scale(0.0, 1, point=theirs)
+
+
+def test_where_the_parts_of_one_projection_are() -> None:
+    """In variants that the small models are not: GPT-BigCode with each head's own keys, Falcon without groups."""
+    sizes, numbers = {"head": 4, "kv_head": 4}, torch.arange(96)
+    bigcode, falcon = config("gpt_bigcode"), config("falcon")
+    bigcode.multi_query, falcon.num_kv_heads = False, 4
+    for own in (bigcode, falcon):
+        parts = family_of(own).parts(sizes)
+        for number, point in enumerate(QKV):
+            part = parts[point].read(numbers)
+            assert part.tolist() == numbers.view(4, 3, 8)[:, number].flatten().tolist()
+            assert_bits(parts[point].written(numbers * 0, part)[part], part)
+
+
+WITHOUT_MID = (
+    "gptj",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "phi",
+    "gpt_neox",
+    "stablelm_parallel",
+    "falcon",
+    "falcon_multi_query",
+    "opt_norm_after",
+)
+
+
+@families([*CONFIGS])
+def test_the_stream_between_the_parts_is_the_layers_input_and_what_attention_adds(family: str) -> None:
+    one, x, points = flow(family, TWO), random(B, S, 32), span(family, 0, 4).schema.kwargs["capture"].points
+    if family in WITHOUT_MID:
+        with pytest.raises(KwargError, match="no point 'resid_mid' in these blocks; they have .*attn"):
+            one.capture({"resid_mid": 1}, x)
+        return
+    assert "resid_mid" in points
+    added = [point for point in ("attn", "mlp") if point in points]  # granite scales what these give
+    out, acts = one.capture(dict.fromkeys(("resid_pre", "resid_mid", "resid", *added), 1), x, attention_mask=MASK)
+    assert_bits(out, one(x, attention_mask=MASK))
+    assert not torch.equal(acts["resid_mid", 1], acts["resid_pre", 1])
+    if added:
+        assert_bits(acts["resid_mid", 1], acts["resid_pre", 1] + acts["attn", 1])
+        assert_bits(acts["resid", 1], acts["resid_mid", 1] + acts["mlp", 1])
+    with pytest.raises(KwargError, match="no point 'resid_mid'; .*'resid_mid' is for captures alone"):
+        kf.scale(0.0, 1, point="resid_mid")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "bloom", "phi"])

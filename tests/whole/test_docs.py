@@ -63,7 +63,7 @@ def test_the_kwarg_that_it_adds_as_an_example() -> None:
     assert f"`{EXAMPLE}`" in ARCHITECTURE
     assert made["spec"](Features(("resid",))) is None
     assert made["spec"](Features(("mlp",))).signatures == ("[layer] hidden",)
-    (acts,) = [made["at_points"](Axed(torch.tensor([2.0, 3.0]), ("hidden",)), LayerCall(0, (1, 1), 1, None))]
+    (acts,) = [made["at_points"](Axed(torch.tensor([2.0, 3.0]), ("hidden",)), LayerCall(0, (1, 1), {}, None))]
     assert acts["mlp"](torch.ones(1, 1, 2, dtype=torch.float64)).tolist() == [[[2.0, 3.0]]]
 
 
