@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kwflow.errors import KwargError, UnknownKwarg, did_you_mean
+from kwflow.errors import KwargError, SpanError, UnknownKwarg, did_you_mean
 from kwflow.kwargs.schema import Schema
 from kwflow.kwargs.tree import as_int
 
@@ -186,27 +186,30 @@ def with_layers(points: Any, span: tuple[int, int]) -> Any:
     """``{point: layers}`` by absolute numbers, where layers may be "all", a slice, or counted from a flow's end."""
     if not isinstance(points, Mapping):
         return points  # Capture says what is wrong
-    return {
-        point: [0] if layers == "all" and point == EMBED else _absolute(layers, span)
-        for point, layers in points.items()
-    }
+    return {point: _absolute(point, layers, span) for point, layers in points.items()}
 
 
-def _absolute(layers: Any, span: tuple[int, int]) -> Any:
+def _absolute(point: Any, layers: Any, span: tuple[int, int]) -> Any:
     start, stop = span
+
+    def number(layer: Any) -> Any:
+        counted = as_int(layer)
+        if counted is None or counted >= 0:
+            return layer
+        if counted < start - stop:
+            raise SpanError(f"{point!r} at layer {counted}: this flow has layers {start}:{stop}, -1 to {start - stop}")
+        return stop + counted
+
     if isinstance(layers, str) and layers == "all":
-        return range(start, stop)
+        return [0] if point == EMBED else range(start, stop)
     if isinstance(layers, slice):
-        ends = [
-            default if end is None else as_int(end) for end, default in ((layers.start, start), (layers.stop, stop))
-        ]
-        first, last = (end if end is None or end >= 0 else stop + end for end in ends)
+        first = start if layers.start is None else as_int(number(layers.start))
+        last = stop if layers.stop is None else as_int(number(layers.stop))
         if first is None or last is None or not start <= first < last <= stop or layers.step not in (None, 1):
-            raise KwargError(f"layers={layers!r}: this flow has layers {start}:{stop} (absolute)")
+            raise SpanError(f"{point!r} at layers {layers!r}: this flow has layers {start}:{stop} (absolute)")
         return range(first, last)
     if as_int(layers) is not None:
-        layers = [layers]
-    if isinstance(layers, str) or not isinstance(layers, Iterable):
-        return layers
-    given = [(layer, as_int(layer)) for layer in layers]
-    return [layer if number is None or number >= 0 else stop + number for layer, number in given]
+        return [number(layers)]
+    return (
+        layers if isinstance(layers, str) or not isinstance(layers, Iterable) else [number(layer) for layer in layers]
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -141,12 +142,16 @@ def test_layers_are_all_slices_and_numbers_from_the_end() -> None:
         (-1, [3]),
         ([0, -1], [0, 3]),
         (range(2), [0, 1]),
+        (np.array([1, -1]), [1, 3]),
     ):
         _, acts = remote.capture({"resid": layers}, x)
         assert [layer for _, layer in sorted(acts)] == expected
     assert [layer for _, layer in sorted(remote[1:3].capture({"mlp": "all"}, x)[1])] == [1, 2]
+    assert [layer for _, layer in sorted(remote[1:3].capture({"mlp": [-2, -1]}, x)[1])] == [1, 2]
+    with pytest.raises(SpanError, match="'mlp' at layer -3: this flow has layers 1:3, -1 to -2"):
+        remote[1:3].capture({"mlp": -3}, x)
     for wrong in (slice(0, 9), slice(3, 1), slice(0, 4, 2), [-5], 4):
-        with pytest.raises((KwargError, SpanError), match="layers 0:4|layer -1|layer 4"):
+        with pytest.raises((KwargError, SpanError), match="layers 0:4|layer -5|layer 4"):
             remote.capture({"resid": wrong}, x)
 
 
@@ -172,3 +177,16 @@ def test_a_worker_may_die_before_the_backward() -> None:
     for leaf, right in zip(acts.values(), expected, strict=True):
         assert leaf.grad is not None
         assert_bits(leaf.grad, right)
+
+
+def test_second_derivatives_are_those_of_zeros_added() -> None:
+    remote, x = flow("llama", TWO, torch.float64), random(1, 3, 32, dtype=torch.float64)
+    out, acts = remote.probe({"resid": [1]}, x)
+    leaf = acts["resid", 1]
+    (first,) = torch.autograd.grad(loss_of(out), leaf, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), leaf)
+    zeros = torch.zeros_like(x, requires_grad=True)
+    added = kf.add(kf.axes(zeros, "batch pos hidden"), 1, at=[0, 1, 2])
+    (expected,) = torch.autograd.grad(loss_of(remote(x, edit=added)), zeros, create_graph=True)
+    assert_close(first.detach(), expected.detach())
+    assert_close(second, torch.autograd.grad(expected.square().sum(), zeros)[0])
