@@ -1,3 +1,3 @@
-"""Data sets of activations: harvested into folders, and read. The code: ``kwflow.research.harvest``."""
+"""Data sets of activations: harvested into folders, and read. The code: ``kwflow.research.activations``."""
 
-from kwflow.research.harvest import *  # noqa: F403
+from kwflow.research.activations import *  # noqa: F403

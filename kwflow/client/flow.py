@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -21,12 +22,15 @@ import torch
 from torch import Tensor
 
 from kwflow.autograd.transforms import in_forward_mode, is_wrapped
-from kwflow.client import here
+from kwflow.client import here, probing
+from kwflow.client.activations import Activations
 from kwflow.client.call import Estimate, Plan, PlanCall, join_rows, schemas_of
+from kwflow.client.harvest import harvest
 from kwflow.client.inputs import Ends, _no_capture, token_ids
 from kwflow.client.options import Options
 from kwflow.client.page import Kwargs, flow_page
 from kwflow.client.peers import Hop, Peers
+from kwflow.client.probing import Probed
 from kwflow.client.request import Dispatcher
 from kwflow.client.retry import Retry
 from kwflow.client.session import Session
@@ -35,8 +39,9 @@ from kwflow.errors import DeadlineError, KwargError, SpanError, UnsupportedError
 from kwflow.kwargs.axes import Axed
 from kwflow.kwargs.bind import Schemas, bind_kwargs, in_all
 from kwflow.kwargs.bound import Bound, Span
-from kwflow.kwargs.capture import Capture, pick
+from kwflow.kwargs.capture import Capture, Picked, pick
 from kwflow.kwargs.hidden import check_hidden
+from kwflow.kwargs.points import with_layers
 from kwflow.kwargs.positions import Columns
 from kwflow.kwargs.tree import as_int
 from kwflow.wire import channel, loop
@@ -91,28 +96,7 @@ class Flow:
     def options(self, **changes: Any) -> Flow:
         """A Flow that runs otherwise: ``timeout`` seconds, ``batch_tokens``, ``peers_blocked``, ``dtype="float64"``,
         ``push`` (in sessions, workers hand outputs on to each other)."""
-        unknown = set(changes) - set(Options.__dataclass_fields__)
-        if unknown:
-            raise KwargError(f"no option {sorted(unknown)[0]!r}; options are {', '.join(Options.__dataclass_fields__)}")
-        if "peers_blocked" in changes:
-            blocked = changes["peers_blocked"]
-            changes["peers_blocked"] = (blocked,) if isinstance(blocked, str) else tuple(blocked)
-        if isinstance(changes.get("dtype"), torch.dtype):
-            changes["dtype"] = str(changes["dtype"]).removeprefix("torch.")
-        for name in {"timeout", "batch_tokens"} & set(changes):
-            number = as_int(changes[name])
-            changes[name] = changes[name] if number is None else number
-        options = replace(self.settings, **changes)
-        if options.dtype not in (None, "float32", "float64"):
-            raise KwargError(f"option dtype is {options.dtype!r}; a worker upcasts to 'float32' or 'float64'")
-        timeout, tokens = options.timeout, options.batch_tokens
-        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < float("inf"):
-            raise KwargError(f"option timeout is {timeout!r}; give a finite number of seconds")
-        if type(options.push) is not bool:
-            raise KwargError(f"option push is {options.push!r}; give True or False")
-        if type(tokens) is not int or tokens < 1:
-            raise KwargError(f"option batch_tokens is {tokens!r}; give a number of tokens")
-        return Flow(self.ends, self.peers, self.span, options)
+        return Flow(self.ends, self.peers, self.span, self.settings.changed(changes))
 
     def __repr__(self) -> str:
         dtype = str(self.ends.dtype).removeprefix("torch.")
@@ -144,17 +128,47 @@ class Flow:
             out, acts = flow.capture({"resid": [3, 8], "attn": [3]}, at="prompt[-1]", **x)
             acts["resid", 3]                                             # (batch, pos, hidden), acts.mask (batch, pos)
 
-        Only what is asked for travels. Differentiable, as the output is. See ``kf.Capture``; at=: ``kwargs.positions``.
+        Layers may be "all", a slice, or counted from the end, -1. Only what is asked for travels. Differentiable, as
+        the output is. See ``kf.Capture``; at=: ``kwargs.positions``.
         """
-        acts = Capture(points, at=at, mean=mean)
+        acts = Capture(with_layers(points, self.span), at=at, mean=mean)
+        picked = self._picked(at, hidden, kwargs)
+        out, *values = self._outputs(hidden, {**kwargs, "capture": acts})
+        acts.take(picked, values, hidden.shape[0])
+        return out, acts
+
+    @torch.compiler.disable(reason="the layers run on workers")
+    def probe(
+        self, points: Mapping[str, Any], hidden: Tensor, *, at: Any = "all", **kwargs: Any
+    ) -> tuple[Tensor, Probed]:
+        """A call whose activations have gradients: of anything made from the output, at any number of points.
+
+            out, acts = flow.probe({"resid": "all", "head": [3, 8]}, **x)
+            loss(flow.head(out)).backward()
+            acts["resid", 8].grad                                        # (batch, pos, hidden), as acts["resid", 8] is
+
+        Or ``torch.autograd.grad(loss, acts["resid", 8])``. Attribution patching (Nanda 2023) is ``(clean - acts) *
+        grad``. The activations travel both ways, and the gradients back. Points as :meth:`capture`'s, but for
+        ``pattern``; edits of the same call have acted before. For torch.func, add zeros with ``kf.add`` instead.
+        """
+        wanted, picked = Capture(with_layers(points, self.span), at=at), self._picked(at, hidden, kwargs)
+        if not torch.is_grad_enabled():
+            raise KwargError("flow.probe brings activations for gradients, and torch.no_grad() is on; use flow.capture")
+        acts = probing.leaves(wanted, picked, hidden, schemas_of(self._route()))
+        edits = kwargs.get("edit") or []
+        edits = [*(edits if isinstance(edits, Sequence) else [edits]), *probing.adding(acts, at)]
+        out, *values = self._outputs(hidden, {**kwargs, "edit": edits, "capture": wanted})
+        wanted.take(picked, [value.detach() for value in values], hidden.shape[0])
+        probing.fill(acts, wanted)
+        return out, acts
+
+    def _picked(self, at: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> Picked:
+        """The tokens that ``at`` means in a call."""
         check_hidden(hidden, self.ends.hidden_size)
         if kwargs.get("capture") is not None or hidden.numel() == 0:
             raise KwargError("flow.capture takes points, and a hidden with at least one row and column")
-        out, *values = self._outputs(hidden, {**kwargs, "capture": acts})
         mask = kwargs.get("attention_mask")
-        mask = mask.tensor if isinstance(mask, Axed) else mask
-        acts.take(pick(at, Columns.of_call(mask, hidden.shape[1])), values, hidden.shape[0])
-        return out, acts
+        return pick(at, Columns.of_call(mask.tensor if isinstance(mask, Axed) else mask, hidden.shape[1]))
 
     def _outputs(self, hidden: Tensor, kwargs: Mapping[str, Any]) -> Sequence[Tensor]:
         """Hidden, then what is captured."""
@@ -234,6 +248,9 @@ class Flow:
         """What brings this flow's requests to workers."""
         return Dispatcher(self.peers, self.settings)
 
+    def _route(self) -> Sequence[Hop]:
+        return self.dispatcher.route(self.span, self.dispatcher.retry())
+
     def _bind(self, hidden: Tensor, kwargs: Mapping[str, Any], schemas: Schemas) -> Bound:
         """A caller's tensors are computed with on the caller's thread only: torch.func's state is of a thread."""
         batch, seq, _ = hidden.shape
@@ -280,13 +297,13 @@ class Flow:
 
     def kwargs(self) -> Kwargs:
         """The kwargs that some of this flow's layers take beside attention_mask and position_ids: a dict of Specs."""
-        route = self.dispatcher.route(self.span, self.dispatcher.retry())
-        return Kwargs({n: spec for hop in route for n, spec in hop.schema.kwargs.items() if spec.group != "call"})
+        return Kwargs(
+            {n: spec for hop in self._route() for n, spec in hop.schema.kwargs.items() if spec.group != "call"}
+        )
 
     def projections(self) -> dict[str, tuple[int, int]]:
         """What ``lora`` and ``ia3`` may name in all of this flow's layers: features in and out, by dotted name."""
-        route = self.dispatcher.route(self.span, self.dispatcher.retry())
-        return in_all([hop.schema.projections for hop in route])
+        return in_all([hop.schema.projections for hop in self._route()])
 
     def embed(self, input_ids: Tensor, *, position_ids: Tensor | None = None) -> Tensor:
         """Token ids (batch, seq) to hidden (batch, seq, hidden), with learned positions where the family has them."""
@@ -324,6 +341,35 @@ class Flow:
         request for each worker and sub-batch. Requests that failed are left out.
         """
         return self.peers.pool.timed()
+
+    def harvest(
+        self,
+        texts: Iterable[Any],
+        points: Mapping[str, Any],
+        folder: str | os.PathLike[str],
+        *,
+        at: Any = "all",
+        max_tokens: int | None = None,
+        batch_size: int = 32,
+        shard_mb: float = 256,
+    ) -> Activations:
+        """Keep the activations of texts in a folder; called again with the same, it goes on where it stopped.
+
+            flow.harvest(texts, {"resid": [8], "mlp": [8]}, "acts/", max_tokens=128)
+
+        ``texts``: texts, or each one's token ids (seq,); a list, or an iterator, which a run that goes on goes through
+        again. ``points``, ``at``: as flow.capture's, ``at`` the same for every text; pads are left out.
+        ``max_tokens``: of each text only so many. ``batch_size``: texts of one call. ``shard_mb``: a shard's most
+        megabytes (10⁶ bytes), if not one text alone has more; some four times that is held in memory at most.
+
+        Values are those of ``flow.capture``, in its dtype, without gradients; a run that was interrupted, or was given
+        more texts later, gives the same files where batch_size and shard_mb are the same (the last shard before may be
+        shorter). Raises KwargError, naming what differs, for a folder that was begun with other points, weights or
+        texts; ModelError for a damaged one. See docs/activations.md.
+        """
+        return harvest(
+            self, texts, points, folder, at=at, max_tokens=max_tokens, batch_size=batch_size, shard_mb=shard_mb
+        )
 
     # ---- what workers keep
 

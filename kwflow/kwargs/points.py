@@ -180,3 +180,33 @@ def numbers(value: Any, name: str, what: str) -> tuple[int, ...]:
     if not ints or len(set(ints)) != len(ints) or len(ints) > _MAX_NUMBERS:
         raise KwargError(f"{what}: {name}={value!r:.60}: give at least one, each once, and at most {_MAX_NUMBERS}")
     return tuple(ints)
+
+
+def with_layers(points: Any, span: tuple[int, int]) -> Any:
+    """``{point: layers}`` by absolute numbers, where layers may be "all", a slice, or counted from a flow's end."""
+    if not isinstance(points, Mapping):
+        return points  # Capture says what is wrong
+    return {
+        point: [0] if layers == "all" and point == EMBED else _absolute(layers, span)
+        for point, layers in points.items()
+    }
+
+
+def _absolute(layers: Any, span: tuple[int, int]) -> Any:
+    start, stop = span
+    if isinstance(layers, str) and layers == "all":
+        return range(start, stop)
+    if isinstance(layers, slice):
+        ends = [
+            default if end is None else as_int(end) for end, default in ((layers.start, start), (layers.stop, stop))
+        ]
+        first, last = (end if end is None or end >= 0 else stop + end for end in ends)
+        if first is None or last is None or not start <= first < last <= stop or layers.step not in (None, 1):
+            raise KwargError(f"layers={layers!r}: this flow has layers {start}:{stop} (absolute)")
+        return range(first, last)
+    if as_int(layers) is not None:
+        layers = [layers]
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        return layers
+    given = [(layer, as_int(layer)) for layer in layers]
+    return [layer if number is None or number >= 0 else stop + number for layer, number in given]

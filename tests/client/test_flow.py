@@ -565,9 +565,11 @@ def test_compiled_code_calls_the_workers_between_its_graphs() -> None:
 
 
 def test_a_trace_has_no_values_to_send() -> None:
+    remote = flow("llama", TWO)  # made before: in a trace its weights would be fake, too
+
     class Traced(torch.nn.Module):
         def forward(self, hidden: Tensor) -> Tensor:
-            return flow("llama", TWO)(hidden)
+            return remote(hidden)
 
     with pytest.raises(KwargError, match="hidden is a fake tensor"):
         torch.export.export(Traced(), (random(1, 4, HIDDEN),), strict=False)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 import kwflow as kf
 from kwflow.errors import KwargError, KwflowError, ModelError, ShapeError, UnsupportedError
-from kwflow.research.features import ARCHITECTURES, HOOKS
+from kwflow.research.autoencoders import ARCHITECTURES
+from kwflow.research.features import HOOKS
 from tests.oracle import assert_bits, assert_close, layers_of, residual
 from tests.oracle.tiny import HEADS, HIDDEN, TWO, flow, huggingface, ids, random
 
@@ -117,6 +118,17 @@ def test_it_is_differentiable(architecture: str, tmp_path: Path) -> None:
     features = kf.features.read(saved(tmp_path, newer(architecture))).to(torch.float64)
     x = random(2, D, seed=9, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: features.decode(features.encode(x)), x)
+
+
+def test_a_threshold_may_stand_there_as_its_logarithm(tmp_path: Path) -> None:
+    weights, x = tensors("jumprelu"), random(2, 3, D, seed=9)
+    plain = kf.features.read(saved(tmp_path / "plain", newer("jumprelu")))
+    logarithm = weights.pop("threshold").log()
+    features = kf.features.read(saved(tmp_path / "log", newer("jumprelu"), {**weights, "log_threshold": logarithm}))
+    assert_close(features.weights["threshold"], plain.weights["threshold"])
+    assert_close(features.encode(x), plain.encode(x))
+    with pytest.raises(ModelError, match="lacks 'threshold'"):
+        kf.features.read(saved(tmp_path / "none", newer("jumprelu"), weights))
 
 
 @pytest.mark.parametrize("name", ["constant_norm_rescale", "layer_norm"])

@@ -1,43 +1,36 @@
-"""Data sets of activations: texts run through a flow, their activations kept in a folder, and read as a torch Dataset.
+"""``flow.harvest``: texts run through a flow, and what is at its points kept in a folder, in shards, token by token.
 
-    acts = kf.activations.harvest(flow, texts, {"resid": [8]}, "acts/")      # again after an interrupt: it goes on
-    acts = kf.activations.Activations("acts/")
-    acts[5]["resid", 8]                                                      # (hidden,), the sixth token's
-    for shard in acts.shards(): shard["resid", 8]                            # (tokens, hidden), one shard in memory
-
-What is in the folder: ``kwflow.research.activation_files``.
+What is in the folder: ``kwflow.client.activation_files``. What reads it: ``kwflow.client.activations``.
 """
 
-# B batch, S seq, P pos, N tokens
+# B batch, S seq, P pos
 
 from __future__ import annotations
 
-import bisect
 import hashlib
-import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from kwflow.client.flow import Flow
+from kwflow.client.activation_files import ABOUT, DIGEST, Index, begin, read_tensors, shard_file
+from kwflow.client.activations import Activations
 from kwflow.client.inputs import Ends
-from kwflow.errors import CallerError, KwargError, ModelError, SpanError
+from kwflow.errors import CallerError, KwargError, SpanError
 from kwflow.kwargs.capture import Capture
 from kwflow.kwargs.points import PATTERN, captured_features
 from kwflow.kwargs.positions import token_position
 from kwflow.kwargs.tree import as_int
-from kwflow.research.activation_files import ABOUT, DIGEST, Index, begin, read_index, shard_file
 from kwflow.show.progress import bar
 
-__all__ = ["Activations", "harvest"]
+if TYPE_CHECKING:
+    from kwflow.client.flow import Flow
 
 
 def harvest(
@@ -51,20 +44,7 @@ def harvest(
     batch_size: int = 32,
     shard_mb: float = 256,
 ) -> Activations:
-    """Keep the activations of texts in a folder; called again with the same, it goes on where it stopped.
-
-        kf.activations.harvest(flow, texts, {"resid": [8], "mlp": [8]}, "acts/", max_tokens=128)
-
-    ``texts``: texts, or each one's token ids (seq,); a list, or an iterator, which a run that goes on goes through
-    again. ``points``, ``at``: as flow.capture's, ``at`` the same for every text; pads are left out. ``max_tokens``: of
-    each text only so many. ``batch_size``: texts of one call. ``shard_mb``: a shard's most megabytes (10⁶ bytes), if
-    not one text alone has more; some four times that is held in memory at most.
-
-    Values are those of ``flow.capture``, in its dtype, without gradients; a run that was interrupted, or was given more
-    texts later, gives the same files where batch_size and shard_mb are the same (the last shard before may be shorter).
-    Raises KwargError, naming what differs, for a folder that was begun with other points, weights or texts; ModelError
-    for a damaged one.
-    """
+    """What ``flow.harvest`` does, which says it in full; ``kf.activations.harvest(flow, …)`` is the same."""
     size, tokens = _checked(flow, texts, at, max_tokens, batch_size, shard_mb)
     wanted = Capture(points, at=at)
     if PATTERN in points:
@@ -157,7 +137,7 @@ def _digest(ids: Tensor) -> int:
 def _skip(folder: Path, index: Index, rows: Iterator[Tensor]) -> None:
     """Go past the texts that the folder has. Raises KwargError for the first that is another one."""
     for number, shard in enumerate(index.shards):
-        kept = _read(shard_file(folder, number), [DIGEST])[DIGEST].tolist()
+        kept = read_tensors(shard_file(folder, number), [DIGEST])[DIGEST].tolist()
         for row, digest in zip(range(*shard.rows), kept, strict=True):
             ids = next(rows, None)
             if ids is None:
@@ -217,7 +197,7 @@ def _joined(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def _activations(flow: Flow, wanted: Capture, batch: Sequence[Tensor], first: int) -> dict[str, Tensor]:
     """What a shard has of some texts: all selected tokens of the first, then of the next; no pads."""
     width = max(map(len, batch))
-    ids_BS = torch.stack([torch.nn.functional.pad(ids, (width - len(ids), 0)) for ids in batch])
+    ids_BS = torch.stack([torch.constant_pad_nd(ids, (width - len(ids), 0)) for ids in batch])
     mask_BS = torch.stack([torch.arange(width) >= width - len(ids) for ids in batch]).long()
     points: dict[str, list[int]] = {}
     for point, layer in wanted:
@@ -243,105 +223,3 @@ def _about(first: int, stop: int) -> Iterator[None]:
         yield
     except CallerError as error:
         raise type(error)(f"texts {first}:{stop}: {error}") from error
-
-
-# ---- read back ---------------------------------------------------------------------------------------------------
-
-Key = str | tuple[str, int]
-
-
-class Activations(Dataset[dict[Key, Tensor]]):
-    """What :func:`harvest` kept, token by token: a torch Dataset, for ``DataLoader`` too.
-
-        acts = kf.activations.Activations("acts/")
-        len(acts), acts.points                     # tokens; [("resid", 8)]
-        acts[5]["resid", 8]                        # (hidden,); beside it "row", "position" and "token", each ()
-        acts["resid", 8]                           # (tokens, hidden), of all shards at once
-        for shard in acts.shards(): …              # {("resid", 8): (tokens, hidden), "row": (tokens,), …}
-
-    Bitwise what was captured, in its dtype. ``complete``: whether the run that made it has ended; one that was
-    interrupted has the shards that were whole. Raises ModelError for a folder that is damaged or none.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder)
-        self._index = read_index(self.folder)
-        points: Mapping[str, Sequence[int]] = self._index.recipe["points"]
-        self.points = [(point, layer) for point, layers in points.items() for layer in layers]
-        self._stops = list(itertools.accumulate(shard.tokens for shard in self._index.shards))
-        self._open: tuple[int, Any] | None = None  # the shard that was read from last
-
-    @property
-    def complete(self) -> bool:
-        return self._index.complete
-
-    @property
-    def recipe(self) -> Mapping[str, Any]:
-        """What it was made of: model, checkpoint, points, at …"""
-        return self._index.recipe
-
-    @property
-    def rows(self) -> int:
-        """How many texts."""
-        return self._index.rows
-
-    def __len__(self) -> int:
-        return self._stops[-1] if self._stops else 0
-
-    def __repr__(self) -> str:
-        points = ", ".join(f"{point} {layers}" for point, layers in self.recipe["points"].items())
-        state = "" if self.complete else ", not complete"
-        return f"Activations({len(self)} tokens of {self.rows} texts, {points}; {len(self._stops)} shards{state})"
-
-    def __getitem__(self, which: Any) -> Any:
-        """One token's, by its number; or all tokens' of a (point, layer), or of "row", "position" or "token"."""
-        if name := self._names().get(which) if isinstance(which, str | tuple) else None:
-            parts = [_read(shard_file(self.folder, n), [name])[name] for n in range(len(self._stops))]
-            if not parts:
-                raise KwargError(f"{self!r} has no shard yet")
-            return torch.cat(parts)
-        number = as_int(which)
-        if number is None:
-            raise KeyError(f"{which!r}; acts[number], acts[point, layer] of {self.points}, or acts of {ABOUT}")
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"token {number} of {len(self)}")
-        number %= len(self)
-        shard = bisect.bisect_right(self._stops, number)
-        place = number - (self._stops[shard - 1] if shard else 0)
-        file = self._file(shard)
-        return {key: file.get_slice(name)[place : place + 1][0] for key, name in self._names().items()}
-
-    def shards(self) -> Iterator[dict[Key, Tensor]]:
-        """One whole shard after the other."""
-        names = self._names()
-        for number in range(len(self._stops)):
-            tensors = _read(shard_file(self.folder, number), names.values())
-            yield {key: tensors[name] for key, name in names.items()}
-
-    def _names(self) -> dict[Key, str]:
-        """What each is called in a shard."""
-        return {**{name: name for name in ABOUT}, **{(p, n): f"{p}.{n}" for p, n in self.points}}
-
-    def _file(self, shard: int) -> Any:
-        if self._open is None or self._open[0] != shard:
-            self._open = shard, _opened(shard_file(self.folder, shard))
-        return self._open[1]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": None}  # another process opens the files anew
-
-
-def _opened(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is no safetensors file, or is cut short: {error}") from error
-
-
-def _read(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
-    with _opened(file) as data:
-        if missing := [name for name in names if name not in data.keys()]:
-            raise ModelError(f"{file} has no {missing[0]!r}")
-        return {name: data.get_tensor(name) for name in names}

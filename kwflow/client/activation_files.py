@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def read_index(folder: Path) -> Index:
                        for s in said["shards"])  # fmt: skip
         index = Index(dict(said["recipe"]), shards, bool(said["complete"]))
     except OSError as error:
-        raise ModelError(f"cannot read {file}: {error}; kf.activations.harvest makes such folders") from error
+        raise ModelError(f"cannot read {file}: {error}; flow.harvest makes such folders") from error
     except (ValueError, KeyError, IndexError, TypeError) as error:
         if isinstance(error, ModelError):
             raise
@@ -101,7 +101,8 @@ def begin(folder: Path, recipe: Mapping[str, Any]) -> Index:
         wanted: Mapping[str, Any] = json.loads(json.dumps(recipe))
         names = [*wanted, *(name for name in index.recipe if name not in wanted)]
         other = [name for name in names if wanted.get(name) != index.recipe.get(name)]
-        if other and other != ["model"]:  # the same weights may stand in another folder
+        # the same weights may stand in another folder; of weights that workers do not name, the model's name must do
+        if other and (other != ["model"] or "" in wanted["checkpoint"]):
             differ = ", ".join(f"{n}: {index.recipe.get(n)!r:.200} there, {wanted.get(n)!r:.200} here" for n in other)
             raise KwargError(f"{folder} was begun otherwise; {differ}. Give the same to go on, or another folder")
         return index
@@ -111,6 +112,23 @@ def begin(folder: Path, recipe: Mapping[str, Any]) -> Index:
     index = Index(recipe)
     index.write(folder)
     return index
+
+
+def opened(file: Path) -> Any:
+    """A shard, mapped into memory; tensors are read as they are asked for. Raises ModelError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{file} is no safetensors file, or is cut short: {error}") from error
+
+
+def read_tensors(file: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    with opened(file) as data:
+        if missing := [name for name in names if name not in data.keys()]:
+            raise ModelError(f"{file} has no {missing[0]!r}")
+        return {name: data.get_tensor(name) for name in names}
 
 
 def _put(file: Path, write: Any) -> None:

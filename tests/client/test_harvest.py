@@ -4,8 +4,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +21,15 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import kwflow as kf
+from kwflow.client.flow import Flow
 from kwflow.errors import KwargError, ModelError, SpanError
 from kwflow.kwargs.points import PATTERN
+from kwflow.worker.server import Served
 from tests.doubles.mortal import Swarm
+from tests.doubles.workers import Workers
 from tests.families.marks import every_family
 from tests.oracle import assert_bits, assert_near, layers_of
-from tests.oracle.tiny import HEADS, HIDDEN, TWO, WORDS, Requests, flow, huggingface, make_flow
+from tests.oracle.tiny import HEADS, HIDDEN, TWO, WORDS, Requests, flow, huggingface, make_flow, span
 
 D = HIDDEN
 TEXTS = ["w3 w4 w5", "w6 w7", "w8 w9 w10 w11 w12", "w13", "w14 w15 w16 w17", "w18 w19", "w3 w5 w7", "w4 w6"]
@@ -31,7 +40,7 @@ SHARD = {"batch_size": 2, "shard_mb": 9 * TOKEN / 1e6}
 
 
 def harvest(folder: Path, texts: Any = TEXTS, points: Any = POINTS, family: str = "llama", **more: Any) -> Any:
-    return kf.activations.harvest(more.pop("flow", None) or flow(family, TWO), texts, points, folder, **more)
+    return (more.pop("flow", None) or flow(family, TWO)).harvest(texts, points, folder, **more)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -127,6 +136,40 @@ def test_an_interrupted_run_goes_on_with_the_same_files(at: int, tmp_path: Path)
     with Requests(flow("llama", TWO)) as asked:
         harvest(tmp_path / "parts", TEXTS, **SHARD)
     assert len(asked) == 0 and files(tmp_path / "parts") == expected
+
+
+def killed_after(texts: int) -> Iterator[str]:
+    yield from TEXTS[:texts]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_killed_process_loses_no_text_and_repeats_none(tmp_path: Path) -> None:
+    run = f"harvest(Path({str(tmp_path / 'killed')!r}), killed_after(5), **SHARD)"
+    code = f"from tests.client.test_harvest import *; {run}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    begun = kf.activations.read(tmp_path / "killed")
+    assert not begun.complete and 0 < len(begun) < sum(map(len, IDS))
+    harvest(tmp_path / "killed", **SHARD)
+    harvest(tmp_path / "whole", **SHARD)
+    # its model is another folder's, of the same weights
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
+
+
+def test_weights_without_a_name_go_by_the_models(tmp_path: Path) -> None:
+    harvest(tmp_path / "a", **SHARD)
+    index = tmp_path / "a" / "activations.json"
+    index.write_text(re.sub(r'"model": "[^"]*"', '"model": "other"', index.read_text()))
+    assert harvest(tmp_path / "a", **SHARD).complete  # these weights have one
+    specs = [span("llama", *layers) for layers in ((0, 2), (2, 4))]
+    served = [Served(replace(spec, identity={**spec.identity, "checkpoint": ""}), model="llama") for spec in specs]
+    nameless = Flow(flow("llama", TWO).ends, Workers(served).peers(), (0, 4))
+    harvest(tmp_path / "b", flow=nameless, **SHARD)
+    index = tmp_path / "b" / "activations.json"
+    index.write_text(re.sub(r'"model": "[^"]*"', '"model": "other"', index.read_text()))
+    with pytest.raises(KwargError, match="model: 'other' there, 'llama-float32' here"):
+        harvest(tmp_path / "b", flow=nameless, **SHARD)
 
 
 def test_only_what_is_missing_is_asked(tmp_path: Path) -> None:
@@ -242,10 +285,28 @@ def test_it_reads_as_a_torch_dataset(tmp_path: Path) -> None:
         at = [(every["row"] * 9 + every["position"]).tolist().index(int(r * 9 + p)) for r, p in
               zip(batch["row"], batch["position"], strict=True)]  # fmt: skip
         assert_bits(batch["resid", 3], every["resid", 3][at])
+    assert_bits(kf.activations.read(tmp_path / "a")["resid", 3], every["resid", 3])
     with pytest.raises(IndexError, match="token 22 of 22"):
         acts[22]
     with pytest.raises(KeyError, match="acts\\[point, layer\\]"):
         acts["resid", 0]
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=[pytest.mark.slow, pytest.mark.rest])])
+def test_a_loader_with_workers_reads_every_token_once(start: str, tmp_path: Path) -> None:
+    acts = harvest(tmp_path / "a", **SHARD)
+    acts[0]  # a shard is open
+    batches = list(DataLoader(acts, batch_size=5, num_workers=2, multiprocessing_context=start))
+    for key in ("row", "position", "token", *acts.points):
+        assert_bits(torch.cat([batch[key] for batch in batches]), acts[key])
+
+
+def test_more_shards_than_are_mapped_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kwflow.client.activations.MAPPED", 2)
+    acts = harvest(tmp_path / "a", **SHARD)
+    for number in (*range(len(acts)), *reversed(range(len(acts)))):
+        assert acts[number]["token"] == acts["token"][number]
 
 
 def test_a_damaged_folder_says_what_is_wrong(tmp_path: Path) -> None:
