@@ -17,6 +17,7 @@ OTHERS = {  # of other libraries, which have no public way
     "_forward_pre_hooks": "torch's",
     "_experts_implementation": "transformers': a model's experts, after it was loaded",
     "_from_config": "transformers': what people call, and we refuse",
+    "_split_heads": "transformers': how falcon divides queries, keys and values",
     "_sample": "transformers': what a custom generate of the Hub calls",
 }
 LEFT = {  # how often a file does; a number may only become smaller

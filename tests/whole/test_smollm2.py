@@ -132,6 +132,31 @@ def test_a_conversation_is_the_local_models(pair: tuple[Any, Any]) -> None:
         assert not fork.replays
 
 
+@pytest.mark.rest
+@pytest.mark.slow
+def test_a_conversation_goes_beyond_2048_columns(pair: tuple[Any, Any]) -> None:
+    """201 tokens in three turns, the first about a text of 2000 tokens; the local model reads all anew at each."""
+    model, local = pair
+    tokenizer = model.flow.tokenizer
+    how = {"max_new_tokens": 67, "min_new_tokens": 67, "do_sample": False}
+    lines = [f"On day {day} the ship sailed {day * 7 % 40} miles and the crew saw land." for day in range(100)]
+    said = 0
+    with kf.chat(model) as chat:
+        for text in (
+            "\n".join(lines) + "\nTell me about the ship.",
+            "What did the crew see?",
+            "Where could it go next?",
+        ):
+            reply = chat.turn(text, **how)
+            given = tokenizer.apply_chat_template(
+                chat.messages[:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            theirs = local.generate(**given, **how)[0, given["input_ids"].shape[1] :]
+            assert reply == tokenizer.decode(theirs, skip_special_tokens=True)
+            said += len(theirs)
+        assert said == 201 and chat.session.position > 2048
+
+
 def test_a_classifier_is_tuned_to_the_bit(smollm2_swarm: Any, smollm2: Any) -> None:
     """Ten steps with deep prompts: with equal threads and uncut batches, every loss has the bits of a local run."""
     from transformers import AutoModelForSequenceClassification
