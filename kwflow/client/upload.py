@@ -70,6 +70,8 @@ log = logging.getLogger(__name__)
 def upload_all(pool: channel.Pool, value: Any, idle: float) -> Any:
     """See ``Flow.upload``."""
     if isinstance(value, dict | list | tuple):
+        if not tree.flatten(value)[0]:
+            raise KwargError(f"flow.upload takes a tensor, or a tree of tensors; there is none in {value!r:.60}")
         return tree.map_leaves(lambda leaf: upload_all(pool, leaf, idle), value)
     if isinstance(value, Axed):
         return Axed(upload(pool, value.tensor, idle), value.axes)

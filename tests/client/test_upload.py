@@ -331,3 +331,9 @@ def test_a_hundred_megabytes() -> None:
         kf.sweep(flow, {**x(1, 1), "prompts": handle}, [{"steer": {n: random(D)}} for n in range(LAYERS)])
         generated(flow, ids(1, 2), handle)
         assert tensor.nbytes == 100 << 20 and sent(flow) - before < 101 << 20
+
+
+@pytest.mark.parametrize("value", [[1, 2], {}, 3.0, "text"])
+def test_where_there_is_no_tensor_it_says_so(value: Any) -> None:
+    with pytest.raises(KwargError, match="takes a tensor, or a tree of tensors"):
+        make_flow("llama", TWO).upload(value)
