@@ -23,7 +23,7 @@ from kwflow.wire import loop
 from tests.families.marks import marks
 from tests.families.table import IDS, MASK, NOT_IN_FLOAT64, PADS, REAL, B, D, L, S, crops, distributed, positions
 from tests.oracle import assert_bits, assert_close, assert_near, cache_name, residual
-from tests.oracle.tiny import EACH, TWO, derivable, flow, folder, huggingface, ids, make_flow, random, span
+from tests.oracle.tiny import EACH, TWO, Requests, derivable, flow, folder, huggingface, ids, make_flow, random, span
 
 P = 4
 ONES = torch.ones(B, P, dtype=torch.long)
@@ -534,13 +534,13 @@ def test_what_cannot_be_is_said_before_anything_is_sent(given: Any, error: type[
     whole = (
         given if {"layer_past", "prefix_kv", "prefix_kw"} & given.keys() else {**given, "prefix_kv": prefix_of("llama")}
     )
-    sent = remote.peers.pool.bytes_sent
-    with pytest.raises(error, match=says) as raised:
-        remote(**x, **whole)
-    assert isinstance(raised.value, CallerError)
-    with remote.session(P + S) as session, pytest.raises(error, match=says):
-        session.step(**x, **whole)
-    assert remote.peers.pool.bytes_sent == sent
+    with Requests(remote) as requests:
+        with pytest.raises(error, match=says) as raised:
+            remote(**x, **whole)
+        assert isinstance(raised.value, CallerError)
+        with remote.session(P + S) as session, pytest.raises(error, match=says):
+            session.step(**x, **whole)
+    assert not requests.seen
 
 
 def test_a_pad_may_have_any_position() -> None:
